@@ -1,0 +1,211 @@
+"""The whole configuration, as one tree of frozen dataclasses.
+
+Every field has its unit in its name or in its comment, and a default that a laptop can run. The tree is data: it
+refuses to know about TOML, the command line, torch or the mesh. Reading it is `load.py`; relations between
+fields (what must divide what) are `check.py`; how ranks are laid out is `spmd_rl.world.mesh`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    name: str = ""  # a local folder in Hugging Face format, or a Hub id
+    tokenizer: str = ""  # folder or Hub id; empty: the model's own
+
+
+@dataclass(frozen=True)
+class TrainerModelConfig:
+    """How the trainer holds and computes the model."""
+
+    impl: Literal["auto", "custom", "hf"] = "auto"  # custom: spmd_rl.models; hf: any AutoModelForCausalLM
+    dtype: Literal["float32", "bfloat16"] = "float32"  # compute and wire; bfloat16 keeps float32 master weights
+    attn: Literal["auto", "sdpa", "flash_attention_2", "varlen"] = "auto"
+    lm_head_chunk: int = 1024  # tokens per chunk of the LM head; no [tokens, vocab] tensor is ever larger
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and gradient clipping."""
+
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    max_norm: float = 1.0  # clip the global gradient norm; 0 = never
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Learning rate over optimizer steps: linear warm-up, then constant, or decay to `min_lr`."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = 0
+    decay_steps: int = 0  # steps from the end of warm-up to min_lr (linear, cosine); 0 = until max_steps
+    min_lr: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The trainer ranks."""
+
+    model: TrainerModelConfig = field(default_factory=TrainerModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    threads: int = 1  # CPU threads per trainer rank; fix it when comparing runs bit by bit
+
+
+@dataclass(frozen=True)
+class WarmupConfig:
+    """Supervised steps on the tasks' own teacher before RL starts; its result is policy version 0."""
+
+    steps: int = 0
+    batch_size: int = 64  # supervised samples a step
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Which algorithm turns rewards into per-token weights, and the bounds of the policy loss."""
+
+    type: Literal["grpo"] = "grpo"
+    ipo_threshold: float = 0.3  # tokens with |p - mu| above this are masked out of the policy loss
+    ratio_cap: float = 5.0  # importance ratio p / mu is capped here (and carries no gradient)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How rollouts are sampled. Truncated distributions (top-p, top-k) are refused for training."""
+
+    temperature: float = 1.0
+    max_tokens: int = 256  # new tokens per generation
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of tasks."""
+
+    env: str = "reverse"  # a built-in name, `pkg.mod:Class` or `file.py:Class`
+    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment's class
+    ratio: float = 1.0  # share of groups drawn from this source, relative to the other sources
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Held-out tasks, evaluated on the training engines at step 0, every `interval` steps and at the end."""
+
+    tasks: int = 64  # held-out tasks per source; 0 = never evaluate
+    interval: int = 0  # optimizer steps between evaluations; 0 = only at the start and at the end
+    samples: int = 4  # sampled rollouts per task, beside one greedy rollout
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig:
+    """Rank 0: what is sampled, how stale it may be, what one optimizer step consumes."""
+
+    batch_size: int = 64  # rollouts per optimizer step
+    group_size: int = 8  # rollouts per task; must divide batch_size
+    max_lag: int = 1  # S of the window: how many optimizer steps rollouts may run ahead; 0 = synchronous
+    order: Literal["fifo", "window", "completion"] = "window"
+    window_fraction: float = 0.3  # f of the window: the share of open groups from which a batch may be filled
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    source: tuple[SourceConfig, ...] = (SourceConfig(),)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    max_error_rate: float = 0.2  # the run stops when more than this share of recent rollouts failed
+    shuffle_rewards: bool = False  # a control: rewards are permuted inside each batch, so nothing may be learned
+
+
+@dataclass(frozen=True)
+class InferenceConfig:
+    """The inference ranks."""
+
+    tp: int = 1  # tensor-parallel ranks per replica
+    threads: int = 1  # CPU threads per inference rank
+    vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's EngineArgs
+
+
+@dataclass(frozen=True)
+class DeploymentConfig:
+    """Ranks to roles. Rank 0 orchestrates; trainer ranks follow, then inference ranks. 0 = derived."""
+
+    train_ranks: int = 0  # 0 = what inference leaves; both 0 = half of the ranks after rank 0, rounded down
+    infer_ranks: int = 0  # a multiple of inference.tp
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """How new weights travel from the trainer ranks to the inference ranks, and how that is checked."""
+
+    bucket_mb: float = 32.0  # MiB per bucket; the unit of sending, of the checksum and of overlap
+    probe_sequences: int = 8  # sequences that both sides score after every pull; 0 = no probe
+    probe_length: int = 24  # tokens per probe sequence at most
+    max_k3: float = 0.0  # limit of the same-version mismatch; 0 = 1e-8 in float32, 1e-2 in bfloat16
+    strict: bool = False  # above the limit: stop instead of warning
+
+
+@dataclass(frozen=True)
+class ClockConfig:
+    """The exchange between rank 0 and the leaders."""
+
+    period_ms: float = 20.0  # a tick starts at once when there are decisions, else after this time
+
+
+@dataclass(frozen=True)
+class DeadlineConfig:
+    """No wait is for ever. A rank that misses one ends the whole run with its name, host and stage."""
+
+    heartbeat_s: float = 30.0  # a process that shows no sign of life for this long is dead
+    start_s: float = 600.0  # building the model or the engine, including compilation
+    step_s: float = 1800.0  # one optimizer step, one weight pull, one engine step
+    stall_s: float = 1800.0  # rank 0 without any progress at all: no rollout, no step, no pull
+    env_s: float = 600.0  # one rollout, from its first request to its reward
+    collective_s: float = 7200.0  # time-out of the process groups: longer than all others, for it names nobody
+
+
+@dataclass(frozen=True)
+class CkptConfig:
+    """What is saved."""
+
+    export_interval: int = 0  # optimizer steps between Hugging Face exports; 0 = only at the end
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_project: str = "spmd_rl"
+    rollouts_per_step: int = 4  # readable samples per step in rollouts/; 0 = none
+    progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, plain lines elsewhere
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run."""
+
+    output_dir: str = "outputs/run"
+    max_steps: int = 100  # optimizer steps of RL
+    seq_len: int = 2048  # tokens in one packed row, and the longest sequence the engine serves
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    orchestrator: OrchestratorConfig = field(default_factory=OrchestratorConfig)
+    inference: InferenceConfig = field(default_factory=InferenceConfig)
+    deployment: DeploymentConfig = field(default_factory=DeploymentConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    clock: ClockConfig = field(default_factory=ClockConfig)
+    deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
+    ckpt: CkptConfig = field(default_factory=CkptConfig)
+    log: LogConfig = field(default_factory=LogConfig)
