@@ -88,6 +88,7 @@ class TrainSample:
     """
 
     tokens: np.ndarray  # int32[T]
+    mask: np.ndarray  # uint8[T]: 1 = sampled by the policy (also where the advantage, and so the weight, is 0)
     logprobs: np.ndarray  # float32[T]: behaviour logprobs; 0 where unused
     temperatures: np.ndarray  # float32[T]
     pg_weight: np.ndarray  # float32[T]: weight of the policy-gradient term of the token
@@ -99,11 +100,12 @@ class Row:
     """One packed row of L tokens: what a micro-batch of one data-parallel rank consumes.
 
     Columns are aligned to *inputs*: at position t, `targets[t]` is the next token of the same document and the other
-    columns speak of that target. The last token of each document has target 0 and zero weights.
+    columns speak of that target. The last token of each document has target 0, mask 0 and zero weights.
     """
 
     tokens: np.ndarray  # int32[L]
     targets: np.ndarray  # int32[L]
+    mask: np.ndarray  # uint8[L]: 1 = the target was sampled by the policy
     logprobs: np.ndarray  # float32[L]
     temperatures: np.ndarray  # float32[L]
     pg_weight: np.ndarray  # float32[L]
