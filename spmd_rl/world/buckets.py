@@ -1,0 +1,153 @@
+"""The bucket plan: which bytes of the model travel in which message, from which sender.
+
+The wire format is the Hugging Face checkpoint's names and layouts. The plan is computed once from a table of names, shapes
+and dtypes and is equal on all ranks; bucket i is sent by sender i mod senders, so no single rank carries all. Behind
+its tensors every bucket carries a trailer: the policy version and a checksum of its bytes.
+
+It refuses to know about groups, threads and engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import xxhash
+
+ALIGN_BYTES = 64  # tensors start on cache lines, and every dtype can be viewed in place
+TRAILER_BYTES = 16  # int64 version, int64 checksum
+
+_WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class WeightsError(RuntimeError):
+    """Weights that arrived are not the weights that were sent, or not all of them."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor inside a bucket."""
+
+    name: str  # Hugging Face name
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int  # bytes from the start of the bucket
+    nbytes: int
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, as a view of the bucket's bytes."""
+        flat = buffer[self.offset : self.offset + self.nbytes]
+        return flat.view(_WIRE_DTYPES[self.dtype]).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One message."""
+
+    index: int
+    sender: int
+    pieces: tuple[Piece, ...]
+    nbytes: int  # without the trailer
+
+    def allocate(self, device: torch.device) -> torch.Tensor:
+        """Zeroed room for the tensors, the padding between them and the trailer."""
+        return torch.zeros(self.nbytes + TRAILER_BYTES, dtype=torch.uint8, device=device)
+
+    def seal(self, buffer: torch.Tensor, version: int) -> None:
+        """Write the trailer; the tensors are complete."""
+        trailer = torch.tensor([version, checksum(buffer[: self.nbytes])], dtype=torch.int64)
+        buffer[self.nbytes :].view(torch.int64).copy_(trailer)
+
+    def verify(self, buffer: torch.Tensor, version: int) -> None:
+        """WeightsError when the bucket is of another version or its bytes changed on the way."""
+        stamped, expected = buffer[self.nbytes :].view(torch.int64).tolist()
+        names = f"bucket {self.index} ({self.pieces[0].name} ... {self.pieces[-1].name})"
+        if stamped != version:
+            raise WeightsError(f"{names} carries policy version {stamped}, expected {version}")
+        if checksum(buffer[: self.nbytes]) != expected:
+            raise WeightsError(f"{names} of policy version {version} arrived damaged: its checksum differs")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets, in the order in which they are sent."""
+
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(cls, table: list[tuple[str, tuple[int, ...], str]], bucket_bytes: int, senders: int) -> Plan:
+        """Cut the model into buckets of about `bucket_bytes`.
+
+        Args:
+            table: (name, shape, dtype) of every tensor, in checkpoint order.
+            bucket_bytes: a bucket is closed before it grows past this; a larger tensor is a bucket of its own.
+            senders: trainer ranks that send in turn.
+        """
+        names = [name for name, _, _ in table]
+        if len(set(names)) != len(names):
+            raise WeightsError(f"tensor names repeat: {sorted({n for n in names if names.count(n) > 1})[:5]}")
+        buckets: list[Bucket] = []
+        pieces: list[Piece] = []
+        used = 0
+
+        def close() -> None:
+            nonlocal pieces, used
+            if pieces:
+                buckets.append(Bucket(len(buckets), len(buckets) % senders, tuple(pieces), used))
+            pieces, used = [], 0
+
+        for name, shape, dtype in table:
+            nbytes = torch.Size(shape).numel() * _WIRE_DTYPES[dtype].itemsize
+            if used + nbytes > bucket_bytes:
+                close()
+            pieces.append(Piece(name, tuple(shape), dtype, used, nbytes))
+            used += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        close()
+        return cls(tuple(buckets))
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor, in order."""
+        return [piece.name for bucket in self.buckets for piece in bucket.pieces]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one pull, trailers included."""
+        return sum(bucket.nbytes + TRAILER_BYTES for bucket in self.buckets)
+
+    def encode(self) -> bytes:
+        """For ranks that do not hold the trainer's model."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Plan:
+        """The inverse of `encode`."""
+        return msgspec.msgpack.decode(data, type=cls)
+
+    @property
+    def digest(self) -> str:
+        """Equal exactly when two plans are."""
+        return hashlib.sha256(self.encode()).hexdigest()[:16]
+
+
+def checksum(buffer: torch.Tensor) -> int:
+    """63 bits over the bytes of `buffer` (uint8, length a multiple of 8) in their order."""
+    if buffer.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(memoryview(buffer.numpy())) >> 1
+    return weighted_sum(buffer)
+
+
+def weighted_sum(buffer: torch.Tensor, chunk_words: int = 1 << 22) -> int:
+    """The checksum for device memory: sum of words times odd, position-dependent factors, modulo 2^63.
+
+    Odd factors make every single changed bit visible; different factors make swapped words visible.
+    """
+    words = buffer.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=buffer.device)
+    for start in range(0, words.numel(), chunk_words):
+        part = words[start : start + chunk_words]
+        position = torch.arange(start, start + part.numel(), dtype=torch.int64, device=buffer.device)
+        total += (part * ((position * 0x9E3779B97F4A7C1) | 1)).sum()
+    return int(total) & (2**63 - 1)

@@ -1,0 +1,110 @@
+"""One global device mesh: which rank plays which role, and every process group there will be.
+
+`Mesh.build(config, world_size)` is a pure function of its arguments: it can be printed on a laptop for a cluster that
+does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks.
+
+It refuses to know about torch, hosts and devices; `groups.py` makes the groups it lists, in the order it lists them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spmd_rl.config.tree import Config
+
+Role = Literal["orchestrator", "trainer", "inference"]
+
+
+class MeshError(ValueError):
+    """The world does not fit the deployment."""
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One process group: its name, its members in order, and what kind of data it carries."""
+
+    name: str
+    ranks: tuple[int, ...]
+    carries: Literal["host", "device"]  # host: always gloo; device: the accelerator's back end where there is one
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks and roles."""
+
+    world_size: int
+    trainers: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def build(cls, config: Config, world_size: int) -> Mesh:
+        """Assign roles. MeshError says which numbers do not fit and what to change."""
+        deployment, tp = config.deployment, config.inference.tp
+        free = world_size - 1
+        train, infer = deployment.train_ranks, deployment.infer_ranks
+        if not train and not infer:
+            infer = max(tp, (free - free // 2) // tp * tp)
+        if not infer:
+            infer = free - train
+        if not train:
+            train = free - infer
+        if train < 1 or infer < tp or infer % tp or train + infer != free:
+            raise MeshError(
+                f"{world_size} ranks do not fit: 1 orchestrator + {train} trainer + {infer} inference ranks "
+                f"(deployment.train_ranks = {deployment.train_ranks}, deployment.infer_ranks = {deployment.infer_ranks}, "
+                f"inference.tp = {tp}). Start {1 + max(train, 1) + max(infer, tp)} processes, or change these keys so that "
+                f"1 + train_ranks + infer_ranks = {world_size} with infer_ranks a multiple of tp."
+            )
+        engines = range(1 + train, world_size)
+        replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer, tp))
+        return cls(world_size, tuple(range(1, 1 + train)), replicas)
+
+    def role(self, rank: int) -> Role:
+        """The role of a global rank."""
+        if rank == 0:
+            return "orchestrator"
+        return "trainer" if rank in self.trainers else "inference"
+
+    def replica_of(self, rank: int) -> int:
+        """Which replica an inference rank belongs to."""
+        return next(i for i, ranks in enumerate(self.replicas) if rank in ranks)
+
+    @property
+    def inference(self) -> tuple[int, ...]:
+        """All inference ranks."""
+        return tuple(rank for replica in self.replicas for rank in replica)
+
+    @property
+    def engine_leaders(self) -> tuple[int, ...]:
+        """The first rank of each replica."""
+        return tuple(replica[0] for replica in self.replicas)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The ranks that take part in ticks with rank 0."""
+        return (self.trainers[0], *self.engine_leaders)
+
+    def groups(self) -> tuple[GroupSpec, ...]:
+        """All groups with members of several ranks, in the one order in which every rank makes them.
+
+        One `weights/i` group per trainer rank: it is the root of every broadcast there, so senders never wait for
+        each other and a bucket reaches just the ranks that need it.
+        """
+        specs = [GroupSpec("ctl", (0, *self.leaders), "host"), GroupSpec("data", (0, *self.trainers), "host")]
+        specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(self.trainers)]
+        for i, replica in enumerate(self.replicas):
+            specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
+        specs += [GroupSpec("trainer", self.trainers, "device")]
+        return tuple(specs)
+
+    def describe(self) -> str:
+        """A few lines for people."""
+        lines = [f"mesh of {self.world_size} ranks", "  rank 0            orchestrator"]
+        lines.append(f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}")
+        lines += [f"  {_span(r):<17} inference replica {i}, tp {len(r)}" for i, r in enumerate(self.replicas)]
+        return "\n".join(lines)
+
+
+def _span(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"

@@ -1,0 +1,168 @@
+"""What ranks say to each other, as typed structs.
+
+Three streams: **decisions** go down from rank 0 to the engine leaders with a tick, **events** come up from all leaders with
+the answer to that tick, **orders** go from rank 0 to every trainer rank over the `data` group. A message holds
+numbers, text and numpy arrays; token ids, never text, are what is generated and trained on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """Base of everything that travels; the class name is the tag on the wire."""
+
+
+# --- decisions: rank 0 → leader of a replica ---------------------------------------------------------------------
+
+
+class Generate(Message, frozen=True):
+    """Continue `tokens`. The seed and the absolute position of a token alone decide its sampling noise."""
+
+    id: int
+    tokens: np.ndarray  # int32[T]
+    max_tokens: int
+    temperature: float  # 0 = greedy
+    seed: int  # 63 bits
+    stop_token_ids: list[int]
+    top_p: float = 1.0
+    top_k: int = 0
+    salt: str = ""  # KV blocks are shared only within one salt; empty: the engine's current policy version
+
+
+class Cancel(Message, frozen=True):
+    """Forget a request; it is answered by a `Generated` with stop reason "aborted"."""
+
+    id: int
+
+
+class Pull(Message, frozen=True):
+    """Receive policy version `version` from the trainer ranks and swap it in between two engine steps."""
+
+    version: int
+
+
+class Probe(Message, frozen=True):
+    """Score these sequences with the weights the engine holds, at temperature 1."""
+
+    sequences: list[np.ndarray]  # int32[T] each
+
+
+class Stop(Message, frozen=True):
+    """The run is over: leave the loop."""
+
+
+Decision = Generate | Cancel | Pull | Probe | Stop
+
+# --- events: leader → rank 0 --------------------------------------------------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """The role is built and may be given work."""
+
+    rank: int
+    info: dict[str, float | int | str]
+
+
+class Generated(Message, frozen=True):
+    """A finished generation of n tokens."""
+
+    id: int
+    tokens: np.ndarray  # int32[n]
+    logprobs: np.ndarray  # float32[n]
+    versions: np.ndarray  # int32[n]
+    stop_reason: str  # "stop" | "length" | "aborted"
+    salt: str
+
+
+class Refused(Message, frozen=True):
+    """The engine could not take a request; the rollout fails, the run goes on."""
+
+    id: int
+    why: str
+
+
+class Pulled(Message, frozen=True):
+    """A replica now serves `version`."""
+
+    rank: int
+    version: int
+    bytes: int
+    receive_s: float  # from the first bucket to the last, beside engine steps
+    stall_s: float  # how long the swap kept the engine from stepping
+
+
+class Probed(Message, frozen=True):
+    """Logprobs of tokens 1..T-1 of each probe sequence."""
+
+    rank: int
+    version: int
+    logprobs: list[np.ndarray]  # float32[T-1] each
+
+
+class EngineLoad(Message, frozen=True):
+    """Counters since the start, for the metrics."""
+
+    rank: int
+    steps: int
+    step_s: float
+    tokens: int  # generated
+
+
+class Trained(Message, frozen=True):
+    """An optimizer step is complete."""
+
+    step: int
+    phase: str
+    metrics: dict[str, float]
+
+
+class Sent(Message, frozen=True):
+    """The trainer has scored the probe set with the weights of `version`, which are on their way."""
+
+    version: int
+    gather_s: float
+    logprobs: list[np.ndarray]  # float32[T-1] each
+
+
+class Exported(Message, frozen=True):
+    """A Hugging Face folder is complete on disk."""
+
+    folder: str
+
+
+Event = Ready | Generated | Refused | Pulled | Probed | EngineLoad | Trained | Sent | Exported
+
+# --- orders: rank 0 → every trainer rank ---------------------------------------------------------------------------
+
+
+class Train(Message, frozen=True):
+    """One optimizer step on this rank's rows (as many on every rank)."""
+
+    step: int
+    phase: str  # "warmup" | "rl"
+    rows: list[dict[str, np.ndarray]]  # fields of rollouts.types.Row
+
+
+class FreshOptimizer(Message, frozen=True):
+    """Forget the optimizer's state: a new phase begins."""
+
+    phase: str
+
+
+class Send(Message, frozen=True):
+    """Send the weights as policy version `version`; score the probe sequences with exactly these weights."""
+
+    version: int
+    sequences: list[np.ndarray]
+
+
+class Export(Message, frozen=True):
+    """Write the weights as a Hugging Face folder."""
+
+    folder: str
+
+
+Order = Train | FreshOptimizer | Send | Export | Stop

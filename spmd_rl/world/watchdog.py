@@ -1,0 +1,219 @@
+"""Liveness, apart from the clock (which would tick on beside a main thread that hangs).
+
+Every process has one watchdog thread with its own client of torchrun's store. It posts a heartbeat: a counter, the main
+thread's progress and stage, who and where it is. Rank 0 judges all, all judge rank 0. The first rank that
+finds a reason writes the verdict with one compare-and-set; every rank reads it, writes the torchelastic error file
+with the *same* message and traceback, and leaves with code 1, so that the first failure is what the screen ends with.
+
+Invariants: exactly one verdict per attempt; a process that only waits for others declares a stage without deadline and
+is never blamed for the wait; a watchdog that was itself asleep forgives before it judges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+from torch.distributed import TCPStore
+
+PERIOD_S = 0.25
+EXIT_CODE = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why the run ends, as every rank reports it."""
+
+    rank: int  # who failed
+    role: str
+    host: str
+    pid: int
+    stage: str
+    message: str
+    traceback: str = ""
+
+    def render(self) -> str:
+        """For people: the traceback first, the reason last."""
+        where = f"rank {self.rank} ({self.role}) on {self.host}, pid {self.pid}, stage '{self.stage}'"
+        return f"{self.traceback}\n{where}: {self.message}".strip()
+
+
+@dataclass
+class _Seen:
+    """What is known of another rank's heartbeat, by this process's own clock."""
+
+    beat: dict | None
+    beat_at: float
+    progress_at: float
+
+
+class Watchdog:
+    """One per process; `start()` once the store is up.
+
+    Args:
+        heartbeat_s: a process silent for this long is dead.
+        console: called with the rendered verdict by ranks that write to the screen.
+    """
+
+    def __init__(self, rank: int, world_size: int, role: str, heartbeat_s: float, console=None) -> None:
+        self.rank, self.world_size, self.role, self.heartbeat_s = rank, world_size, role, heartbeat_s
+        self._console = console
+        self._stage, self._deadline_s, self._progress = "start", None, 0
+        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._prefix = f"spmd_rl/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store: TCPStore | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Connect to the store that torchrun serves and begin to post."""
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(5.0, self.heartbeat_s)))
+        self._thread.start()
+
+    def close(self) -> None:
+        """The run is over and went well: others no longer judge this rank."""
+        if self._store is not None:
+            self._closed.set()
+            self._thread.join()
+            with contextlib.suppress(Exception):  # the agent may already have taken its store down
+                self._post(closed=True)
+
+    # --- what the main thread says ------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """The main thread got somewhere."""
+        self._progress += 1
+
+    @contextlib.contextmanager
+    def stage(self, name: str, deadline_s: float | None = None) -> Iterator[None]:
+        """The main thread is in a named stage; it must beat or leave within `deadline_s` (None: it waits for others)."""
+        before = (self._stage, self._deadline_s)
+        self._stage, self._deadline_s = name, deadline_s
+        self._progress += 1
+        try:
+            yield
+        finally:
+            # A failed stage keeps its name, so that the verdict says where it happened.
+            if sys.exc_info()[0] is None:
+                self._stage, self._deadline_s = before
+            self._progress += 1
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """This rank failed: tell everybody, then leave. Callable from any thread."""
+        text = "".join(traceback.format_exception(error))
+        message = f"{type(error).__name__}: {error}"
+        self._condemn(Verdict(self.rank, self.role, self._host, self._pid, self._stage, message, text))
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        now = time.monotonic()
+        seen = {rank: _Seen(None, now, now) for rank in self._judged()}
+        last = now
+        while not self._closed.is_set():
+            try:
+                self._post()
+                if self._store.check([f"{self._prefix}/verdict"]):
+                    self._leave(Verdict(**json.loads(self._store.get(f"{self._prefix}/verdict"))))
+                now = time.monotonic()
+                if now - last > self.heartbeat_s / 2:  # this process was stopped: forgive what it could not see
+                    seen = {rank: _Seen(s.beat, now, now) for rank, s in seen.items()}
+                last = now
+                for rank, known in seen.items():
+                    self._judge(rank, known, now)
+            except Exception as error:
+                if self._closed.is_set():
+                    return
+                self._leave(self._lost_store(error))
+            self._closed.wait(PERIOD_S)
+
+    def _judged(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != 0] if self.rank == 0 else [0]
+
+    def _judge(self, rank: int, known: _Seen, now: float) -> None:
+        key = f"{self._prefix}/beat/{rank}"
+        if not self._store.check([key]):
+            return  # not up yet; start-up has its own deadline
+        beat = json.loads(self._store.get(key))
+        if beat["closed"]:
+            known.beat_at = known.progress_at = now
+            return
+        if known.beat is None or beat["count"] != known.beat["count"]:
+            known.beat_at = now
+        if known.beat is None or beat["progress"] != known.beat["progress"]:
+            known.progress_at = now
+        known.beat = beat
+        silent, stuck, deadline = now - known.beat_at, now - known.progress_at, beat["deadline_s"]
+        if silent > self.heartbeat_s:
+            self._accuse(rank, beat, f"no sign of life for {silent:.1f} s")
+        elif deadline is not None and stuck > deadline:
+            self._accuse(rank, beat, f"no progress for {stuck:.1f} s (deadline {deadline:g} s)")
+
+    def _accuse(self, rank: int, beat: dict, message: str) -> NoReturn:
+        self._condemn(Verdict(rank, beat["role"], beat["host"], beat["pid"], beat["stage"], message))
+
+    def _post(self, closed: bool = False) -> None:
+        self._count = getattr(self, "_count", 0) + 1
+        beat = {
+            "count": self._count,
+            "progress": self._progress,
+            "stage": self._stage,
+            "deadline_s": self._deadline_s,
+            "role": self.role,
+            "host": self._host,
+            "pid": self._pid,
+            "closed": closed,
+        }
+        self._store.set(f"{self._prefix}/beat/{self.rank}", json.dumps(beat))
+
+    def _lost_store(self, error: Exception) -> Verdict:
+        message = f"lost torchrun's store ({type(error).__name__}: {error}); its agent is gone"
+        return Verdict(self.rank, self.role, self._host, self._pid, self._stage, message)
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _condemn(self, verdict: Verdict) -> NoReturn:
+        """Propose a verdict; the first one wins and is what everybody reports."""
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # without the store, report what this rank knows
+                text = self._store.compare_set(f"{self._prefix}/verdict", "", json.dumps(asdict(verdict)))
+                verdict = Verdict(**json.loads(text))
+        self._leave(verdict)
+
+    def _leave(self, verdict: Verdict) -> NoReturn:
+        with self._lock:  # never released: two threads must not report twice
+            if verdict.host == self._host and verdict.pid != self._pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(verdict.pid, signal.SIGKILL)
+            _write_error_file(verdict)
+            if self._console is not None:
+                self._console(verdict.render())
+            if verdict.pid == self._pid:
+                time.sleep(4 * PERIOD_S)  # let the others read the verdict before torchrun ends them
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
+
+
+def _write_error_file(verdict: Verdict) -> None:
+    """torchelastic's format: torchrun prints the message and `py_callstack` of the first rank that failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    extra = {"py_callstack": verdict.render(), "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # a full disk must not hide the reason, which is also on the screen
+        Path(path).write_text(json.dumps({"message": {"message": verdict.render(), "extraInfo": extra}}))

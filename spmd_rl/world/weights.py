@@ -1,0 +1,193 @@
+"""Weight sync: new policy versions travel from trainer ranks to inference ranks, bucket by bucket.
+
+`Sender` lives on every trainer rank: the main thread copies tensors into the buckets this rank sends and goes on with
+its next forward; one thread, the only owner of this rank's `weights/i` group, broadcasts them. `Receiver` lives
+on every inference rank: one thread, the only owner of all `weights/*` groups there, receives into staging buffers
+while the engine steps; the engine's thread then swaps the complete version in.
+
+Invariants: a version is handed over complete and checked (order of versions, version stamp, checksum of each
+bucket) or not at all; every tensor of the plan is written exactly once per version; senders and receivers walk the
+buckets in one order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.world.buckets import Bucket, Plan, WeightsError
+
+
+class Sender:
+    """A trainer rank's end.
+
+    Args:
+        plan: equal on all trainer ranks.
+        index: which sender this rank is.
+        group: `weights/{index}`; this rank is its member 0.
+        fail: called on the sending thread with the error that ended it.
+    """
+
+    def __init__(
+        self, plan: Plan, index: int, group: dist.ProcessGroup, device: torch.device, fail: Callable[[BaseException], None]
+    ) -> None:
+        self.plan = plan
+        self._group, self._device, self._fail = group, device, fail
+        self._mine = [bucket for bucket in plan.buckets if bucket.sender == index]
+        self._buffers = {bucket.index: bucket.allocate(device) for bucket in self._mine}
+        self._home = {piece.name: (bucket, piece) for bucket in plan.buckets for piece in bucket.pieces}
+        self._queue: queue.SimpleQueue[tuple[Bucket, int] | None] = queue.SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def send(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], deadline_s: float) -> None:
+        """Copy every tensor of `version` out of the model; sending goes on beside the caller.
+
+        All trainer ranks call it with the same iterable, whose gathers are collective; each keeps only its buckets.
+        WeightsError when a name is unknown, comes twice, has another shape, or is missing.
+        """
+        self.wait(deadline_s)
+        self._idle.clear()
+        missing = dict(self._home)
+        left = {bucket.index: len(bucket.pieces) for bucket in self._mine}
+        for name, tensor in tensors:
+            if name not in missing:
+                raise WeightsError(f"tensor {name!r} is not in the plan, or was given twice")
+            bucket, piece = missing.pop(name)
+            if tuple(tensor.shape) != piece.shape:
+                raise WeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the plan says {piece.shape}")
+            if bucket.index not in left:
+                continue
+            piece.view(self._buffers[bucket.index]).copy_(tensor)
+            left[bucket.index] -= 1
+            if left[bucket.index] == 0:
+                self._queue.put((bucket, version))
+        if missing:
+            raise WeightsError(f"{len(missing)} tensors were not given for version {version}: {sorted(missing)[:5]}")
+        self._queue.put((None, version))
+
+    def wait(self, deadline_s: float) -> None:
+        """Until the last version has left the buffers."""
+        if not self._idle.wait(deadline_s):
+            raise WeightsError(f"the last policy version was not taken by the inference ranks within {deadline_s:g} s")
+
+    def close(self, deadline_s: float) -> None:
+        """Finish sending and end the thread."""
+        self.wait(deadline_s)
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        try:
+            _broadcast_bytes(self.plan.encode(), self._group, self._device)
+            while (item := self._queue.get()) is not None:
+                bucket, version = item
+                if bucket is None:
+                    self._idle.set()
+                    continue
+                buffer = self._buffers[bucket.index]
+                bucket.seal(buffer, version)
+                with torch.no_grad():
+                    dist.broadcast(buffer, group_src=0, group=self._group)
+        except BaseException as error:
+            self._fail(error)
+
+
+class Receiver:
+    """An inference rank's end.
+
+    Args:
+        groups: `weights/0`, `weights/1`, ... of all senders; member 0 of each is the sender.
+        fail: called on the receiving thread with the error that ended it.
+    """
+
+    def __init__(
+        self, groups: list[dist.ProcessGroup], device: torch.device, fail: Callable[[BaseException], None]
+    ) -> None:
+        self._groups, self._device, self._fail = groups, device, fail
+        self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._planned, self._complete = threading.Event(), threading.Event()
+        self._plan: Plan | None = None
+        self._staging: list[torch.Tensor] = []
+        self._version = -1
+        self.receive_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def plan(self, deadline_s: float) -> Plan:
+        """The plan, as soon as the senders have said it."""
+        if not self._planned.wait(deadline_s):
+            raise WeightsError(f"no bucket plan from the trainer ranks within {deadline_s:g} s")
+        return self._plan
+
+    def begin(self, version: int) -> None:
+        """Start receiving `version` beside the caller."""
+        self._complete.clear()
+        self._queue.put(version)
+
+    def ready(self) -> bool:
+        """True when the version that was begun is complete and checked."""
+        return self._complete.is_set()
+
+    def wait(self, deadline_s: float) -> None:
+        """Block until `ready`."""
+        if not self._complete.wait(deadline_s):
+            raise WeightsError(f"policy version did not arrive within {deadline_s:g} s")
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The complete version, each tensor exactly once, as views of the staging buffers."""
+        for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
+            for piece in bucket.pieces:
+                yield piece.name, piece.view(buffer)
+
+    def close(self, deadline_s: float) -> None:
+        """End the thread."""
+        self._queue.put(None)
+        self._thread.join(deadline_s)
+
+    def _run(self) -> None:
+        try:
+            plans = [_receive_bytes(group, self._device) for group in self._groups]
+            if len(set(plans)) != 1:
+                raise WeightsError("the trainer ranks disagree about the bucket plan")
+            self._plan = Plan.decode(plans[0])
+            self._staging = [bucket.allocate(self._device) for bucket in self._plan.buckets]
+            self._planned.set()
+            while (version := self._queue.get()) is not None:
+                self._receive(version)
+                self._complete.set()
+        except BaseException as error:
+            self._fail(error)
+
+    def _receive(self, version: int) -> None:
+        if version <= self._version:
+            raise WeightsError(f"asked for policy version {version} after {self._version}: versions only grow")
+        started = 0.0
+        for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
+            with torch.no_grad():
+                dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
+            started = started or time.perf_counter()  # waiting for the sender to begin is not receiving
+            bucket.verify(buffer, version)
+        self._version = version
+        self.receive_s = time.perf_counter() - started
+
+
+def _broadcast_bytes(data: bytes, group: dist.ProcessGroup, device: torch.device) -> None:
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, group_src=0, group=group)
+    dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), group_src=0, group=group)
+
+
+def _receive_bytes(group: dist.ProcessGroup, device: torch.device) -> bytes:
+    size = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.broadcast(size, group_src=0, group=group)
+    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group_src=0, group=group)
+    return data.cpu().numpy().tobytes()

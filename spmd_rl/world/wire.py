@@ -1,0 +1,50 @@
+"""Bytes on the wire: msgpack with raw numpy buffers.
+
+`encode` and `decode` turn the typed messages of `messages.py` (and plain dicts and lists) into bytes and back. An array
+travels as one msgpack extension: a short header (dtype, shape) and its raw buffer, so that nothing is pickled and
+no element becomes a Python object. Decoded arrays are read-only views into the received bytes.
+
+It refuses to know who sends what to whom, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+import numpy as np
+
+ARRAY_CODE = 1
+
+
+def _pack_array(value: Any) -> msgspec.msgpack.Ext:
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"cannot send a {type(value).__name__}: messages hold numbers, text, lists, dicts and numpy arrays")
+    if value.dtype.hasobject:
+        raise TypeError("cannot send an array of Python objects")
+    descr = value.dtype.str.encode()
+    header = struct.pack(f"<BB{value.ndim}q", len(descr), value.ndim, *value.shape)
+    return msgspec.msgpack.Ext(ARRAY_CODE, header + descr + np.ascontiguousarray(value).tobytes())
+
+
+def _unpack_array(code: int, data: memoryview) -> np.ndarray:
+    if code != ARRAY_CODE:
+        raise ValueError(f"unknown msgpack extension {code}")
+    descr_length, ndim = struct.unpack_from("<BB", data, 0)
+    shape = struct.unpack_from(f"<{ndim}q", data, 2)
+    start = 2 + 8 * ndim
+    dtype = np.dtype(bytes(data[start : start + descr_length]).decode())
+    return np.frombuffer(data, dtype=dtype, offset=start + descr_length).reshape(shape)
+
+
+def encode(message: Any) -> bytes:
+    """Any message as bytes. TypeError for what cannot travel."""
+    return msgspec.msgpack.encode(message, enc_hook=_pack_array)
+
+
+def decode(data: bytes | bytearray | memoryview, type: Any = Any) -> Any:
+    """The message back, checked against `type` (a Struct, a union of tagged Structs, a list of them)."""
+    return msgspec.msgpack.decode(data, type=type, ext_hook=_unpack_array)
