@@ -1,0 +1,263 @@
+"""Ranges of single keys and relations between keys, as far as no cluster, model or engine is needed to judge them.
+
+Every problem names the keys, their values and the way out; all of them are reported at once. What must divide the
+number of ranks is `spmd_rl.world.mesh`; whether vLLM knows an argument is the engine's own check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import reduce
+from typing import Any
+
+from spmd_rl.config.errors import ConfigError
+from spmd_rl.config.tree import Config, OptimConfig, SchedulerConfig
+
+POSITIVE = (
+    "trainer.optim.eps",
+    "warmup.optim.eps",
+    "orchestrator.sampling.temperature",
+    "orchestrator.algorithm.ipo_threshold",
+    "orchestrator.algorithm.ratio_cap",
+    "weights.bucket_mb",
+    "clock.period_ms",
+    "deadlines.heartbeat_s",
+    "deadlines.start_s",
+    "deadlines.step_s",
+    "deadlines.stall_s",
+    "deadlines.env_s",
+    "deadlines.collective_s",
+)
+
+AT_LEAST = {
+    "max_steps": 0,
+    "seq_len": 2,
+    "seed": 0,
+    "trainer.model.lm_head_chunk": 1,
+    "trainer.threads": 1,
+    "trainer.optim.lr": 0,
+    "trainer.optim.weight_decay": 0,
+    "trainer.optim.max_norm": 0,
+    "trainer.scheduler.warmup_steps": 0,
+    "trainer.scheduler.decay_steps": 0,
+    "trainer.scheduler.min_lr": 0,
+    "warmup.steps": 0,
+    "warmup.batch_size": 1,
+    "warmup.optim.lr": 0,
+    "warmup.optim.weight_decay": 0,
+    "warmup.optim.max_norm": 0,
+    "warmup.scheduler.warmup_steps": 0,
+    "warmup.scheduler.decay_steps": 0,
+    "warmup.scheduler.min_lr": 0,
+    "orchestrator.batch_size": 1,
+    "orchestrator.group_size": 1,
+    "orchestrator.max_lag": 0,
+    "orchestrator.sampling.max_tokens": 1,
+    "orchestrator.max_error_rate": 0,
+    "orchestrator.eval.tasks": 0,
+    "orchestrator.eval.interval": 0,
+    "orchestrator.eval.samples": 0,
+    "inference.tp": 1,
+    "inference.threads": 1,
+    "deployment.train_ranks": 0,
+    "deployment.infer_ranks": 0,
+    "weights.probe_sequences": 0,
+    "weights.probe_length": 2,
+    "weights.max_k3": 0,
+    "ckpt.export_interval": 0,
+    "log.rollouts_per_step": 0,
+}
+
+# vLLM's arguments that follow from keys of this tree: a second place to set them could only disagree with the first.
+ENGINE_ARGS_ELSEWHERE = {
+    "model": "model.name",
+    "model_weights": "model.name",
+    "tokenizer": "model.tokenizer",
+    "dtype": "trainer.model.dtype",
+    "seed": "seed",
+    "max_model_len": "seq_len",
+    "tensor_parallel_size": "inference.tp",
+    "device_ids": "deployment.device",
+}
+
+# vLLM's arguments that have only one right value here.
+ENGINE_ARGS_FIXED = {
+    "logprobs_mode": "the loss needs the logprobs of the distribution that was sampled (processed_logprobs)",
+    "distributed_executor_backend": "torchrun has started the ranks already (external_launcher)",
+    "worker_cls": "the engine's workers are driven from inside the program",
+    "worker_extension_cls": "the engine's workers are driven from inside the program",
+    "pipeline_parallel_size": "a replica is tensor parallel only; see inference.tp",
+    "prefill_context_parallel_size": "a replica is tensor parallel only; see inference.tp",
+    "nnodes": "torchrun lays out the nodes",
+    "node_rank": "torchrun lays out the nodes",
+    "master_addr": "torchrun lays out the nodes",
+    "master_port": "torchrun lays out the nodes",
+}
+
+
+def check(config: Config) -> None:
+    """Raise a ConfigError that lists everything about the config that cannot work. Starts and imports nothing."""
+    parts = (_ranges, _run, _batches, _sampling, _sources, _optimizers, _precision, _engine, _weights, _deadlines)
+    problems = [problem for part in parts for problem in part(config)]
+    if problems:
+        raise ConfigError(problems, "config")
+
+
+def _at(config: Config, path: str) -> Any:
+    return reduce(getattr, path.split("."), config)
+
+
+def _ranges(c: Config) -> Iterator[str]:
+    for path in POSITIVE:
+        if not _at(c, path) > 0:
+            yield f"{path} = {_at(c, path)}: must be greater than 0"
+    for path, low in AT_LEAST.items():
+        if not _at(c, path) >= low:
+            yield f"{path} = {_at(c, path)}: must be {low} or more"
+    if c.seed >= 2**32:
+        yield f"seed = {c.seed}: must be below 2**32, the largest seed that numpy takes"
+    if c.orchestrator.max_error_rate > 1:
+        yield f"orchestrator.max_error_rate = {c.orchestrator.max_error_rate}: is a share; 1 or less (1 = never stop)"
+    if not 0 < c.orchestrator.window_fraction <= 1:
+        yield (
+            f"orchestrator.window_fraction = {c.orchestrator.window_fraction}: is a share of the open groups; must be "
+            "greater than 0 and at most 1 (1 = any open group may fill a batch)"
+        )
+
+
+def _run(c: Config) -> Iterator[str]:
+    if not c.model.name:
+        yield "model.name is empty: name a folder in Hugging Face format or a Hub id, such as Qwen/Qwen3-0.6B"
+    if not c.output_dir:
+        yield "output_dir is empty: name the folder that the run writes to"
+    if c.max_steps == 0 and c.warmup.steps == 0:
+        yield "max_steps = 0 and warmup.steps = 0: nothing to do; set either to 1 or more"
+    if c.log.wandb and not c.log.wandb_project:
+        yield "log.wandb is on and log.wandb_project is empty: name the project, or turn log.wandb off"
+
+
+def _batches(c: Config) -> Iterator[str]:
+    batch, group = c.orchestrator.batch_size, c.orchestrator.group_size
+    if group >= 1 and batch % group:
+        below, above = batch - batch % group, batch - batch % group + group
+        nearest = f"{below} or {above}" if below else f"{above}"
+        yield (
+            f"orchestrator.batch_size = {batch} is not a multiple of orchestrator.group_size = {group}: a batch holds "
+            f"whole groups; set batch_size to {nearest}, or another group_size"
+        )
+    if c.orchestrator.algorithm.type == "grpo" and group == 1:
+        yield (
+            "orchestrator.group_size = 1 with orchestrator.algorithm.type = grpo: the baseline is the group's mean "
+            "reward, so every advantage would be 0; set group_size to 2 or more"
+        )
+
+
+def _sampling(c: Config) -> Iterator[str]:
+    sampling = c.orchestrator.sampling
+    why = (
+        "training needs the probability of every token under the full distribution, and a truncated one differs from "
+        "what the trainer computes"
+    )
+    if sampling.top_p != 1:
+        yield f"orchestrator.sampling.top_p = {sampling.top_p}: {why}; set it to 1 and sharpen with temperature instead"
+    if sampling.top_k != 0:
+        yield f"orchestrator.sampling.top_k = {sampling.top_k}: {why}; set it to 0 and sharpen with temperature instead"
+    if sampling.max_tokens >= c.seq_len:
+        yield (
+            f"orchestrator.sampling.max_tokens = {sampling.max_tokens} leaves no room for a prompt in "
+            f"seq_len = {c.seq_len}: lower the first or raise the second"
+        )
+
+
+def _sources(c: Config) -> Iterator[str]:
+    if not c.orchestrator.source:
+        yield "orchestrator.source is empty: add a [[orchestrator.source]] with an env"
+    for i, source in enumerate(c.orchestrator.source):
+        if not source.env:
+            yield f"orchestrator.source.{i}.env is empty: a built-in name, pkg.mod:Class or file.py:Class"
+        if not source.ratio > 0:
+            yield (
+                f"orchestrator.source.{i}.ratio = {source.ratio}: must be greater than 0; take a source out by "
+                "deleting its table"
+            )
+
+
+def _optimizers(c: Config) -> Iterator[str]:
+    yield from _optimizer("trainer", c.trainer.optim, c.trainer.scheduler, "max_steps", c.max_steps)
+    yield from _optimizer("warmup", c.warmup.optim, c.warmup.scheduler, "warmup.steps", c.warmup.steps)
+
+
+def _optimizer(part: str, optim: OptimConfig, scheduler: SchedulerConfig, key: str, steps: int) -> Iterator[str]:
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"{part}.optim.betas = {list(optim.betas)}: both must be at least 0 and below 1, as in [0.9, 0.95]"
+    if scheduler.type == "constant":
+        return
+    if scheduler.min_lr > optim.lr:
+        yield (
+            f"{part}.scheduler.min_lr = {scheduler.min_lr} is above {part}.optim.lr = {optim.lr}: the learning rate "
+            "decays from lr to min_lr; lower min_lr"
+        )
+    if scheduler.decay_steps == 0 and 0 < steps <= scheduler.warmup_steps:
+        yield (
+            f"{part}.scheduler.warmup_steps = {scheduler.warmup_steps} with {key} = {steps}: no step is left for the "
+            f"{scheduler.type} decay; warm up for fewer steps, or set type = constant"
+        )
+
+
+def _precision(c: Config) -> Iterator[str]:
+    attn, dtype = c.trainer.model.attn, c.trainer.model.dtype
+    if attn not in ("flash_attention_2", "varlen"):
+        return
+    if c.deployment.device == "cpu":
+        yield f"trainer.model.attn = {attn} with deployment.device = cpu: has no backward pass there; use sdpa or auto"
+    if dtype == "float32":
+        yield (
+            f"trainer.model.attn = {attn} with trainer.model.dtype = float32: computes in 16 bits only; "
+            "set dtype = bfloat16, or attn = sdpa"
+        )
+
+
+def _engine(c: Config) -> Iterator[str]:
+    for key, value in c.inference.vllm.items():
+        name = key.replace("-", "_")
+        if name in ENGINE_ARGS_ELSEWHERE:
+            yield f"inference.vllm.{key} = {value}: is set by {ENGINE_ARGS_ELSEWHERE[name]}; set that instead"
+        elif name in ENGINE_ARGS_FIXED:
+            yield f"inference.vllm.{key} = {value}: cannot be chosen, {ENGINE_ARGS_FIXED[name]}; remove it"
+        elif name.startswith("data_parallel_"):
+            yield (
+                f"inference.vllm.{key} = {value}: cannot be chosen, the number of replicas is deployment.infer_ranks "
+                "divided by inference.tp; remove it"
+            )
+        elif name != key:
+            yield f"inference.vllm.{key}: vLLM's arguments are spelled with underscores; write {name}"
+    infer_ranks, tp = c.deployment.infer_ranks, c.inference.tp
+    if tp >= 1 and infer_ranks % tp:
+        yield (
+            f"deployment.infer_ranks = {infer_ranks} is not a multiple of inference.tp = {tp}: every replica takes tp "
+            f"ranks; set infer_ranks to {max(tp, infer_ranks - infer_ranks % tp)}, or another tp"
+        )
+
+
+def _weights(c: Config) -> Iterator[str]:
+    if c.weights.strict and c.weights.probe_sequences == 0:
+        yield (
+            "weights.strict is on with weights.probe_sequences = 0: without a probe nothing is measured that could "
+            "stop the run; set probe_sequences to 1 or more, or turn strict off"
+        )
+    if c.weights.probe_sequences > 0 and c.weights.probe_length > c.seq_len:
+        yield (
+            f"weights.probe_length = {c.weights.probe_length} is above seq_len = {c.seq_len}, the longest sequence "
+            "that the engine serves: lower probe_length"
+        )
+
+
+def _deadlines(c: Config) -> Iterator[str]:
+    others = {f"deadlines.{name}": value for name, value in asdict(c.deadlines).items() if name != "collective_s"}
+    longest = max(others, key=lambda path: others[path])
+    if c.deadlines.collective_s <= others[longest]:
+        yield (
+            f"deadlines.collective_s = {c.deadlines.collective_s} is not above {longest} = {others[longest]}: a "
+            "collective that times out names nobody, so every other deadline has to strike first; raise collective_s"
+        )
