@@ -79,7 +79,8 @@ def row_loss(
         )
     with torch.no_grad():
         log_ratio_T = logprobs_T - behaviour_T
-        keep_T = (logprobs_T.exp() - behaviour_T.exp()).abs() <= ipo_threshold
+        # "not above" instead of "at most": a nan is kept, so that it reaches the loss and is seen.
+        keep_T = ~((logprobs_T.exp() - behaviour_T.exp()).abs() > ipo_threshold)
         ratio_T = log_ratio_T.clamp(max=math.log(ratio_cap)).exp()  # the cap comes first: exp never overflows
         policy_T = torch.where((pg_weight_T != 0) & keep_T, pg_weight_T * ratio_T, 0.0)
         coefficient_T = policy_T + ce_weight_T

@@ -115,8 +115,9 @@ def test_zero_weight_is_exactly_zero_whatever_the_logprob(hostile):
     assert loss == 2.0 and gradient.tolist() == [-2.0]
 
 
-def test_a_nan_logprob_with_a_weight_is_seen():
-    loss, _, _ = evaluate([math.nan], [-1.0], ce=[1.0])
+@pytest.mark.parametrize(("logprob", "behaviour"), [(math.nan, -1.0), (-1.0, math.nan)])
+def test_a_nan_under_a_weight_reaches_the_loss(logprob, behaviour):
+    loss, _, _ = evaluate([logprob], [behaviour], pg=[1.0])
     assert math.isnan(loss)
 
 
