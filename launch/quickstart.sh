@@ -7,7 +7,7 @@ export OMP_NUM_THREADS=1 # spinning threads of several ranks on few cores make a
 
 bash launch/setup.sh
 model=outputs/quickstart-model
-[ -f $model/config.json ] || .venv/bin/python tools/make_tiny.py --out $model --seed "${SEED:-0}"
+[ -f $model/model.safetensors ] || .venv/bin/python tools/make_tiny.py --out $model --seed "${SEED:-0}"
 # Standalone takes a free port; the address is given because a laptop's host name often does not resolve.
 exec .venv/bin/torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 3 \
     spmd_rl/main.py rl --config configs/quickstart.toml "$@"

@@ -20,7 +20,7 @@ CPU_FREE_GB=4        # measured: the finished environment takes 3.6 GB on the CP
 GPU_FREE_GB=20
 
 die() {
-    printf 'setup: %s\n' "$@" >&2
+    printf 'setup: %s\n' "$*" >&2
     exit 1
 }
 
@@ -48,8 +48,8 @@ pick_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
         usable_python "$PYTHON" && echo "$PYTHON" && return
-        die "PYTHON=$PYTHON ($("$PYTHON" --version 2>&1 | head -n 1)) is not usable:" \
-            "it must be Python 3.11 or newer with the venv module. Point PYTHON to another one."
+        die "PYTHON=$PYTHON is not usable ($("$PYTHON" --version 2>&1 | head -n 1))." \
+            "It must be Python 3.11 or newer with the venv module: point PYTHON to another one."
     fi
     for candidate in python3.12 python3.11 python3; do
         usable_python "$candidate" && echo "$candidate" && return
@@ -70,8 +70,7 @@ pick_accelerator() {
 venv_is_good() {
     [ -x "$venv/bin/python" ] && grep -qF " $venv" "$venv/pyvenv.cfg" || return 1
     [ -z "${PYTHON:-}" ] && return
-    local show='import sys; print(sys.version)'
-    [ "$("$PYTHON" -c "$show")" = "$("$venv/bin/python" -c "$show")" ]
+    [ "$("$PYTHON" -c 'import sys; print(sys.version)')" = "$("$venv/bin/python" -c 'import sys; print(sys.version)')" ]
 }
 
 need_disk() {
@@ -120,6 +119,8 @@ case "$#:${1:-}" in
     1:dev) extras=("$accelerator" dev) ;;
     *) die "usage: bash launch/setup.sh [dev]" ;;
 esac
+
+if [ -n "${PYTHON:-}" ]; then PYTHON=$(pick_python); fi # a wrong one is an error, also where .venv exists already
 
 mkdir -p "$venv"
 if command -v flock >/dev/null; then # two starts at the same time: the second one waits, then finds the stamp
