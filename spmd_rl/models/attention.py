@@ -21,9 +21,11 @@ def attend(
 ) -> torch.Tensor:
     """Causal attention per document with scale 1/sqrt(d); H query heads share K key-value heads (H % K == 0).
 
-    Returns [T, H, d]. `backend` is a result of `resolve_backend`.
+    Returns [T, H, d]. `backend` is a result of `resolve_backend`; the flash kernels exist in half precision only, so
+    float32 takes sdpa whatever was asked for.
     """
-    return BACKENDS[backend](q_THd, k_TKd, v_TKd, documents)
+    half = q_THd.dtype in (torch.bfloat16, torch.float16)
+    return BACKENDS[backend if half else "sdpa"](q_THd, k_TKd, v_TKd, documents)
 
 
 def attend_sdpa(q_THd: torch.Tensor, k_TKd: torch.Tensor, v_TKd: torch.Tensor, documents: Documents) -> torch.Tensor:
