@@ -58,11 +58,10 @@ class Learner:
         self._seconds: dict[str, float] = {}
         beat("load model")
         self.folder = models.resolve(config.model.name)
-        # Master weights are float32; bfloat16 is the dtype of compute and wire.
-        self.model = models.build(
+        # Master weights are float32; settings.dtype is the dtype of compute and wire.
+        self.model = models.build_and_load(
             self.folder, settings.impl, settings.attn, settings.lm_head_chunk, device, torch.float32
         )
-        models.load_weights(self.model, self.folder)
         parallelize(self.model, mesh, settings.dtype)
         self._named = list(models.hf_named_parameters(self.model))
         self.reset_optimizer(config.warmup.optim if config.warmup.steps else config.trainer.optim)
@@ -134,13 +133,17 @@ class Learner:
         return [(name, tuple(parameter.shape), self.dtype_name) for name, parameter in self._named]
 
     def export(self, folder: str | Path) -> None:
-        """Writes the weights as a Hugging Face folder, in wire dtype. Collective; only trainer rank 0 writes."""
-        writer = self.group is None or dist.get_rank(self.group) == 0
-        # Gathered completely before writing: a full disk then fails one rank, not all of them in a collective.
-        tensors = [(name, tensor.cpu()) for name, tensor in self.full_tensors() if writer]
-        if writer:
-            self.beat("export")
-            models.export(tensors, self.folder, folder, self.dtype)
+        """Writes the weights as a Hugging Face folder, in wire dtype. Collective; only trainer rank 0 writes.
+
+        The other ranks may return before the folder is complete. Memory on rank 0 is what `models.export` buffers.
+        """
+        tensors = self.full_tensors()
+        try:
+            if self.group is None or dist.get_rank(self.group) == 0:
+                models.export(tensors, self.folder, str(folder), self.dtype)
+        finally:
+            for _ in tensors:  # the ranks that only help to gather; and after a failed write, so that nobody hangs
+                pass
 
     def _forward_backward(self, row: Row) -> Stats:
         """Adds one row's gradient; returns its sums."""

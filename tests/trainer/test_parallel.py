@@ -1,0 +1,73 @@
+"""What FSDP is asked to do, on one rank and a toy model; equality over ranks is in tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.trainer.parallel import parallelize, reshard, sharded_modules
+
+
+class Toy(nn.Module):
+    """Two blocks, and a float input that a cast would change."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x_T4, temperatures_T):
+        x_T4 = x_T4.to(self.scale.dtype)
+        for block in self.blocks:
+            x_T4 = block(x_T4)
+        return x_T4, temperatures_T
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_one_rank_in_float32_is_left_alone(mesh):
+    for one in (None, mesh):
+        model = Toy()
+        before = dict(model.named_parameters())
+        parallelize(model, one, "float32")
+        assert sharded_modules(model) == []
+        assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+def test_bfloat16_computes_in_bfloat16_over_float32_masters(mesh):
+    model = Toy()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    parallelize(model, mesh, "bfloat16")
+    assert len(sharded_modules(model)) == 3
+    temperatures_T = torch.tensor([0.7])
+    hidden, seen = model(torch.ones(1, 4), temperatures_T)
+    assert hidden.dtype == torch.bfloat16
+    assert torch.equal(seen, temperatures_T)  # 0.7 survives: float inputs are not cast
+    (hidden.float().sum() * model.scale.sum()).backward()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) and torch.equal(parameter.full_tensor(), before[name])
+        assert parameter.grad.dtype == torch.float32
+
+
+def test_reshard_undoes_a_forward_without_a_backward(mesh):
+    model = Toy()
+    parallelize(model, mesh, "bfloat16")
+    with torch.no_grad():
+        model(torch.ones(1, 4), torch.ones(1))
+    assert not isinstance(model.scale, DTensor)  # what the root gathered stays gathered
+    reshard(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_bfloat16_needs_a_mesh():
+    with pytest.raises(ValueError, match="pass a mesh"):
+        parallelize(Toy(), None, "bfloat16")
