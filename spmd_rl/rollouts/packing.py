@@ -85,7 +85,7 @@ def describe(layout: Layout, lengths: np.ndarray, seq_len: int, cost: Cost | Non
     row_tokens = np.asarray([[max(1, int(lengths[row].sum())) for row in micro_rows] for micro_rows in layout])
     loads = lengths if cost is None else np.asarray(cost(lengths))
     load = row_tokens if cost is None else np.asarray([[loads[row].sum() for row in rows] for rows in layout])
-    load = np.maximum(load, 1)  # [ranks, micro_steps]
+    load = np.maximum(load, 1e-30)  # [ranks, micro_steps]; no 0 / 0 where all rows are empty
     ranks, micro_steps = load.shape
     return PackStats(
         micro_steps=micro_steps,
