@@ -1,7 +1,7 @@
 """Build vLLM as a guest in our world: one in-process engine per inference rank, a replica's ranks as its whole world.
 
-vLLM takes the default process group for its own, so the replica's group is the default one only while it is being built.
-What is set for the CPU only (eager, no dynamo, KV-cache size, shared-memory names) is in one place here.
+vLLM takes the default process group for its own, so the replica's group is the default one only while it is being
+built. What is set for the CPU only (eager, no dynamo, KV-cache size, shared-memory names) is in one place here.
 
 Patch list (checked on vLLM 0.30.0): `_CPUSHMDistributed.make_group_name` (tensor parallel on the CPU): vLLM names
 its shared memory alike for every run and every replica, so a second run or replica would not start; ours

@@ -1,8 +1,8 @@
 """One vLLM engine, driven step by step: token ids in; ids, logprobs and the policy version of every token out.
 
-Wraps `LLMEngine.add_request` and `step` and keeps what vLLM does not know: which policy version it holds, which version
-sampled which token of a request in flight, and the KV-cache salt of each version, so that no KV block of an older version
-is ever reused by a new rollout.
+Wraps `LLMEngine.add_request` and `step` and keeps what vLLM does not know: which policy version it holds, which
+version sampled which token of a request in flight, and the KV-cache salt of each version, so that no KV block of an
+older version is ever reused by a new rollout.
 
 It refuses to know about groups, ticks and other ranks; on a follower of a tensor-parallel replica the same calls in the
 same order keep the scheduler in step, and the results are thrown away.

@@ -1,9 +1,9 @@
 """Counter-based sampling noise, in place of vLLM's per-request generators.
 
-A token is drawn by inverting the cumulative distribution at one uniform number that is a pure function of
-(rollout seed, absolute position of the token). So the same request meets the same noise whatever else is in the batch, in
-however many pieces its prompt is prefilled, and after an abort and a resume; there is no generator state to save. vLLM's
-own `seed=` would crash on the CPU (stack notes) and draws a whole vocabulary of noise per token.
+A token is drawn by inverting the cumulative distribution at one uniform number that is a pure function of (rollout
+seed, absolute position of the token). So the same request meets the same noise whatever else is in the batch, in
+however many pieces its prompt is prefilled, and after an abort and a resume; there is no generator state to save.
+vLLM's own `seed=` would crash on the CPU (stack notes) and draws a whole vocabulary of noise per token.
 
 Patch list (checked on vLLM 0.30.0): `TopKTopPSampler.forward` of the one sampler in this process.
 """
@@ -39,7 +39,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def draw(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """Token ids int64[B]: the first whose cumulative probability exceeds u times the total.
 
-    A token of probability zero is never drawn: the threshold stays below the total, and the cumulative sum is flat there.
+    A token of probability zero is never drawn: the threshold stays below the total, and the cumulative sum is flat
+    there.
     """
     cumulative_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
     total_B1 = cumulative_BV[:, -1:]

@@ -3,11 +3,11 @@
 Weights go in through vLLM's own layer-wise reload, under Hugging Face names, so every packing, fusing and sharding that
 vLLM did at start is done again. Requests in flight keep their KV cache.
 
-Invariant: after a swap all parameters of the engine were written exactly once, or the swap raised an error that names one
-that was not. vLLM itself only logs a layer that got nothing, and silently ignores elements that come twice.
+Invariant: after a swap all parameters of the engine were written exactly once, or the swap raised an error that names
+one that was not. vLLM itself only logs a layer that got nothing, and silently ignores elements that come twice.
 
-Patch list (checked on vLLM 0.30.0): `quant_method.moe_kernel = None` before each reload, because the CPU's MoE kernel packs
-its weights only the first time and would go on with unpacked ones, with no error.
+Patch list (checked on vLLM 0.30.0): `quant_method.moe_kernel = None` before each reload, because the CPU's MoE kernel
+packs its weights only the first time and would go on with unpacked ones, with no error.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 def _first_unwritten(model: torch.nn.Module, loaded: set[str] | None) -> str | None:
     """Ask vLLM's bookkeeping, before it is reset, which layer still waits for elements.
 
-    A layer that got everything is already processed and waits for nothing. Embeddings are padded to a multiple of 64 rows,
-    which no checkpoint fills.
+    A layer that got everything is already processed and waits for nothing. Embeddings are padded to a multiple of 64
+    rows, which no checkpoint fills.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 

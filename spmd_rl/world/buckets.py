@@ -1,8 +1,8 @@
 """The bucket plan: which bytes of the model travel in which message, from which sender.
 
-The wire format is the Hugging Face checkpoint's names and layouts. The plan is computed once from a table of names, shapes
-and dtypes and is equal on all ranks; bucket i is sent by sender i mod senders, so no single rank carries all. Behind
-its tensors every bucket carries a trailer: the policy version and a checksum of its bytes.
+The wire format is the Hugging Face checkpoint's names and layouts. The plan is computed once from a table of names,
+shapes and dtypes and is equal on all ranks; bucket i is sent by sender i mod senders, so no single rank carries all.
+Behind its tensors every bucket carries a trailer: the policy version and a checksum of its bytes.
 
 It refuses to know about groups, threads and engines.
 """

@@ -4,8 +4,7 @@ One tick is a star of point-to-point messages, started by rank 0: decisions go d
 It starts at once when there are decisions, else after the period. One thread per process owns `ctl` and does nothing
 else; gloo releases the GIL, so engines and trainers never wait for a tick: they work on what the last one brought.
 
-A message is one frame of fixed size; what does not fit follows in a second one. A peer that does not answer makes
-the wait fail, and the error names it.
+A peer that does not answer makes the wait fail, and the error names it.
 
 It refuses to know what decisions and events mean.
 """
@@ -16,79 +15,16 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from spmd_rl.world.messages import Decision, Event, Stop
+from spmd_rl.world.pipe import Pipe
 from spmd_rl.world.wire import decode, encode
 
-FRAME_BYTES = 4096
-_HEAD_BYTES = 8
 MIN_GAP = 0.25  # of the period: shorter gaps between ticks cost engine throughput
-
-
-class ClockError(RuntimeError):
-    """A peer did not take part in a tick."""
-
-
-class _Pipe:
-    """Both directions between this rank and one peer, with reused frame buffers."""
-
-    def __init__(self, group: dist.ProcessGroup, peer: int, name: str) -> None:
-        self.group, self.peer, self.name = group, peer, name
-        self._in = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        self._out = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-
-    def send(self, payload: bytes) -> list[dist.Work]:
-        """Start sending; the caller waits for the returned works before the next send."""
-        room = FRAME_BYTES - _HEAD_BYTES
-        frame = self._out.numpy()
-        frame[:_HEAD_BYTES].view(np.int64)[0] = len(payload)
-        head = payload[:room]
-        frame[_HEAD_BYTES : _HEAD_BYTES + len(head)] = np.frombuffer(head, dtype=np.uint8)
-        works = [self._isend(self._out)]
-        if len(payload) > room:
-            works.append(self._isend(torch.frombuffer(bytearray(payload[room:]), dtype=torch.uint8)))
-        return works
-
-    def receive_start(self) -> dist.Work:
-        """Post the receive of the next frame."""
-        with self._named():
-            return dist.irecv(self._in, group=self.group, group_src=self.peer)
-
-    def receive_finish(self, work: dist.Work) -> bytes:
-        """Wait for the frame and what follows it."""
-        with self._named():
-            work.wait()
-            frame = self._in.numpy()
-            size = int(frame[:_HEAD_BYTES].view(np.int64)[0])
-            head = frame[_HEAD_BYTES : _HEAD_BYTES + size].tobytes()
-            if size == len(head):
-                return head
-            rest = torch.empty(size - len(head), dtype=torch.uint8)
-            dist.irecv(rest, group=self.group, group_src=self.peer).wait()
-            return head + rest.numpy().tobytes()
-
-    def wait(self, works: Iterable[dist.Work]) -> None:
-        """Wait until sends are done."""
-        with self._named():
-            for work in works:
-                work.wait()
-
-    def _isend(self, tensor: torch.Tensor) -> dist.Work:
-        with self._named():
-            return dist.isend(tensor, group=self.group, group_dst=self.peer)
-
-    @contextlib.contextmanager
-    def _named(self):
-        try:
-            yield
-        except RuntimeError as error:
-            raise ClockError(f"tick with {self.name} failed: {error}") from error
 
 
 class Conductor(threading.Thread):
@@ -111,7 +47,7 @@ class Conductor(threading.Thread):
         fail: Callable[[BaseException], None],
     ) -> None:
         super().__init__(name="clock", daemon=True)
-        self._pipes = [_Pipe(group, member + 1, name) for member, name in enumerate(names)]
+        self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
         self._period_s, self._deliver, self._fail = period_s, deliver, fail
         self._pending: list[list[Decision]] = [[] for _ in names]
         self._changed = threading.Condition()
@@ -146,7 +82,7 @@ class Conductor(threading.Thread):
             down, self._pending = self._pending, [[] for _ in self._pipes]
             last = self._stopping
         started = time.monotonic()
-        sends = [pipe.send(encode(decisions)) for pipe, decisions in zip(self._pipes, down, strict=True)]
+        sends = [pipe.send_start(encode(decisions)) for pipe, decisions in zip(self._pipes, down, strict=True)]
         receives = [pipe.receive_start() for pipe in self._pipes]
         for member, (pipe, send, receive) in enumerate(zip(self._pipes, sends, receives, strict=True)):
             pipe.wait(send)
@@ -165,7 +101,7 @@ class Leader(threading.Thread):
 
     def __init__(self, group: dist.ProcessGroup, fail: Callable[[BaseException], None]) -> None:
         super().__init__(name="clock", daemon=True)
-        self._pipe = _Pipe(group, 0, "rank 0 (orchestrator)")
+        self._pipe = Pipe(group, 0, "rank 0 (orchestrator)")
         self._fail = fail
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.inbox: queue.SimpleQueue[Decision] = queue.SimpleQueue()
@@ -182,12 +118,12 @@ class Leader(threading.Thread):
             self._fail(error)
 
     def _answer(self) -> bool:
-        decisions = decode(self._pipe.receive_finish(self._pipe.receive_start()), list[Decision])
+        decisions = decode(self._pipe.receive(), list[Decision])
         for decision in decisions:
             self.inbox.put(decision)
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 events.append(self._events.get_nowait())
-        self._pipe.wait(self._pipe.send(encode(events)))
+        self._pipe.send(encode(events))
         return not any(isinstance(decision, Stop) for decision in decisions)

@@ -34,7 +34,9 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout_s: float) -
     mine: dict[str, dist.ProcessGroup] = {}
     for spec in mesh.groups():
         backend = "nccl" if spec.carries == "device" and device.type == "cuda" else "gloo"
-        group = dist.new_group(list(spec.ranks), backend=backend, timeout=timedelta(seconds=timeout_s), group_desc=spec.name)
+        group = dist.new_group(
+            list(spec.ranks), backend=backend, timeout=timedelta(seconds=timeout_s), group_desc=spec.name
+        )
         if rank in spec.ranks:
             mine[spec.name] = group
     return mine

@@ -52,13 +52,19 @@ class Mesh:
         if train < 1 or infer < tp or infer % tp or train + infer != free:
             raise MeshError(
                 f"{world_size} ranks do not fit: 1 orchestrator + {train} trainer + {infer} inference ranks "
-                f"(deployment.train_ranks = {deployment.train_ranks}, deployment.infer_ranks = {deployment.infer_ranks}, "
-                f"inference.tp = {tp}). Start {1 + max(train, 1) + max(infer, tp)} processes, or change these keys so that "
-                f"1 + train_ranks + infer_ranks = {world_size} with infer_ranks a multiple of tp."
+                f"(deployment.train_ranks = {deployment.train_ranks}, deployment.infer_ranks = "
+                f"{deployment.infer_ranks}, inference.tp = {tp}). Start {cls.smallest(config)} processes, or change these "
+                f"keys so that 1 + train_ranks + infer_ranks = {world_size} with infer_ranks a multiple of tp."
             )
         engines = range(1 + train, world_size)
         replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer, tp))
         return cls(world_size, tuple(range(1, 1 + train)), replicas)
+
+    @staticmethod
+    def smallest(config: Config) -> int:
+        """The fewest ranks that the config can run on."""
+        deployment = config.deployment
+        return 1 + (deployment.train_ranks or 1) + (deployment.infer_ranks or config.inference.tp)
 
     def role(self, rank: int) -> Role:
         """The role of a global rank."""

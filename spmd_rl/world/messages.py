@@ -1,8 +1,8 @@
 """What ranks say to each other, as typed structs.
 
-Three streams: **decisions** go down from rank 0 to the engine leaders with a tick, **events** come up from all leaders with
-the answer to that tick, **orders** go from rank 0 to every trainer rank over the `data` group. A message holds
-numbers, text and numpy arrays; token ids, never text, are what is generated and trained on.
+Three streams: **decisions** go down from rank 0 to the engine leaders with a tick, **events** come up from all
+leaders with the answer to that tick, **orders** go from rank 0 to every trainer rank over the `data` group. A message
+holds numbers, text and numpy arrays; token ids, never text, are what is generated and trained on.
 """
 
 from __future__ import annotations
@@ -42,19 +42,14 @@ class Pull(Message, frozen=True):
     """Receive policy version `version` from the trainer ranks and swap it in between two engine steps."""
 
     version: int
-
-
-class Probe(Message, frozen=True):
-    """Score these sequences with the weights the engine holds, at temperature 1."""
-
-    sequences: list[np.ndarray]  # int32[T] each
+    probe: list[np.ndarray]  # int32[T] each: score these with the new weights, at temperature 1
 
 
 class Stop(Message, frozen=True):
     """The run is over: leave the loop."""
 
 
-Decision = Generate | Cancel | Pull | Probe | Stop
+Decision = Generate | Cancel | Pull | Stop
 
 # --- events: leader → rank 0 --------------------------------------------------------------------------------------
 
@@ -153,10 +148,10 @@ class FreshOptimizer(Message, frozen=True):
 
 
 class Send(Message, frozen=True):
-    """Send the weights as policy version `version`; score the probe sequences with exactly these weights."""
+    """Send the weights as policy version `version`; score the probe set with exactly these weights."""
 
     version: int
-    sequences: list[np.ndarray]
+    probe: list[np.ndarray]  # int32[T] each
 
 
 class Export(Message, frozen=True):

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -64,14 +64,24 @@ class Watchdog:
 
     Args:
         heartbeat_s: a process silent for this long is dead.
-        console: called with the rendered verdict by ranks that write to the screen.
+        start_s: a process that has not shown up after this long never will.
+
+    `on_verdict` is called with the rendered verdict before the process ends; by default rank 0 prints it.
     """
 
-    def __init__(self, rank: int, world_size: int, role: str, heartbeat_s: float, console=None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        role: str,
+        heartbeat_s: float,
+        start_s: float = 600.0,
+    ) -> None:
         self.rank, self.world_size, self.role, self.heartbeat_s = rank, world_size, role, heartbeat_s
-        self._console = console
+        self._start_s = start_s
+        self.on_verdict: Callable[[str], object] = lambda text: print(text, file=sys.stderr) if rank == 0 else None
         self._stage, self._deadline_s, self._progress = "start", None, 0
-        self._host, self._pid = socket.gethostname(), os.getpid()
+        self._host, self._pid, self._count = socket.gethostname(), os.getpid(), 0
         self._prefix = f"spmd_rl/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store: TCPStore | None = None
         self._lock = threading.Lock()
@@ -94,13 +104,15 @@ class Watchdog:
 
     # --- what the main thread says ------------------------------------------------------------------------------
 
-    def beat(self) -> None:
-        """The main thread got somewhere."""
+    def beat(self, stage: str = "") -> None:
+        """The main thread got somewhere; inside a stage it may say where."""
+        if stage:
+            self._stage = stage
         self._progress += 1
 
     @contextlib.contextmanager
     def stage(self, name: str, deadline_s: float | None = None) -> Iterator[None]:
-        """The main thread is in a named stage; it must beat or leave within `deadline_s` (None: it waits for others)."""
+        """A named stage of the main thread; it must beat or end within `deadline_s` (None: it waits for others)."""
         before = (self._stage, self._deadline_s)
         self._stage, self._deadline_s = name, deadline_s
         self._progress += 1
@@ -147,7 +159,9 @@ class Watchdog:
     def _judge(self, rank: int, known: _Seen, now: float) -> None:
         key = f"{self._prefix}/beat/{rank}"
         if not self._store.check([key]):
-            return  # not up yet; start-up has its own deadline
+            if now - known.beat_at > self._start_s:
+                self._condemn(Verdict(rank, "unknown role", "unknown host", -1, "start", "never showed up"))
+            return
         beat = json.loads(self._store.get(key))
         if beat["closed"]:
             known.beat_at = known.progress_at = now
@@ -167,7 +181,7 @@ class Watchdog:
         self._condemn(Verdict(rank, beat["role"], beat["host"], beat["pid"], beat["stage"], message))
 
     def _post(self, closed: bool = False) -> None:
-        self._count = getattr(self, "_count", 0) + 1
+        self._count += 1
         beat = {
             "count": self._count,
             "progress": self._progress,
@@ -196,12 +210,12 @@ class Watchdog:
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         with self._lock:  # never released: two threads must not report twice
-            if verdict.host == self._host and verdict.pid != self._pid:
+            if verdict.host == self._host and verdict.pid not in (-1, self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(verdict.pid, signal.SIGKILL)
             _write_error_file(verdict)
-            if self._console is not None:
-                self._console(verdict.render())
+            with contextlib.suppress(Exception):  # whatever the screen thinks of it, this process ends here
+                self.on_verdict(verdict.render())
             if verdict.pid == self._pid:
                 time.sleep(4 * PERIOD_S)  # let the others read the verdict before torchrun ends them
             sys.stdout.flush()

@@ -34,7 +34,12 @@ class Sender:
     """
 
     def __init__(
-        self, plan: Plan, index: int, group: dist.ProcessGroup, device: torch.device, fail: Callable[[BaseException], None]
+        self,
+        plan: Plan,
+        index: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        fail: Callable[[BaseException], None],
     ) -> None:
         self.plan = plan
         self._group, self._device, self._fail = group, device, fail
@@ -105,13 +110,18 @@ class Receiver:
 
     Args:
         groups: `weights/0`, `weights/1`, ... of all senders; member 0 of each is the sender.
+        arrived: called on the receiving thread with each version that is complete and checked.
         fail: called on the receiving thread with the error that ended it.
     """
 
     def __init__(
-        self, groups: list[dist.ProcessGroup], device: torch.device, fail: Callable[[BaseException], None]
+        self,
+        groups: list[dist.ProcessGroup],
+        device: torch.device,
+        arrived: Callable[[int], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
-        self._groups, self._device, self._fail = groups, device, fail
+        self._groups, self._device, self._arrived, self._fail = groups, device, arrived, fail
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._planned, self._complete = threading.Event(), threading.Event()
         self._plan: Plan | None = None
@@ -132,12 +142,8 @@ class Receiver:
         self._complete.clear()
         self._queue.put(version)
 
-    def ready(self) -> bool:
-        """True when the version that was begun is complete and checked."""
-        return self._complete.is_set()
-
     def wait(self, deadline_s: float) -> None:
-        """Block until `ready`."""
+        """Block until the version that was begun is complete and checked."""
         if not self._complete.wait(deadline_s):
             raise WeightsError(f"policy version did not arrive within {deadline_s:g} s")
 
@@ -163,6 +169,7 @@ class Receiver:
             while (version := self._queue.get()) is not None:
                 self._receive(version)
                 self._complete.set()
+                self._arrived(version)
         except BaseException as error:
             self._fail(error)
 

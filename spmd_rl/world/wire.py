@@ -22,7 +22,9 @@ def _pack_array(value: Any) -> msgspec.msgpack.Ext:
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
-        raise TypeError(f"cannot send a {type(value).__name__}: messages hold numbers, text, lists, dicts and numpy arrays")
+        raise TypeError(
+            f"cannot send a {type(value).__name__}: messages hold numbers, text, lists, dicts and numpy arrays"
+        )
     if value.dtype.hasobject:
         raise TypeError("cannot send an array of Python objects")
     descr = value.dtype.str.encode()

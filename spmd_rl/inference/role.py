@@ -1,0 +1,191 @@
+"""What an inference rank does: step its engine for ever, and between two steps do what rank 0 decided.
+
+The engine never waits for a tick, nor for weights: the leader takes what the last tick brought, starts a pull on the
+receiver's thread, and swaps a version in when it is complete. In a tensor-parallel replica the leader tells its
+followers, before each step, what it is about to do, so that every rank's scheduler takes the same step.
+
+It refuses to know about tasks, rewards and trainers.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from spmd_rl.inference.build import build_engine
+from spmd_rl.inference.engine import Engine
+from spmd_rl.models.hf_folder import resolve
+from spmd_rl.world.clock import Leader
+from spmd_rl.world.messages import Cancel, Decision, EngineLoad, Generate, Pull, Pulled, Ready, Stop
+from spmd_rl.world.pipe import Pipe
+from spmd_rl.world.weights import Receiver
+from spmd_rl.world.wire import decode, encode
+from spmd_rl.world.world import World
+
+IDLE_S = 1.0  # an idle leader looks up this often, so that its watchdog sees progress
+LOAD_EVERY_S = 0.25
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Put into the leader's inbox by the receiver's thread, so that an idle engine wakes up."""
+
+    version: int
+
+
+class Turn(msgspec.Struct):
+    """What all ranks of a replica do next, in this order: decisions, swap, one step."""
+
+    decisions: list[Decision]
+    swap: int = -1  # policy version to swap in; -1 = none
+    step: bool = False
+
+
+def run(world: World) -> None:
+    """Build the engine and serve until rank 0 says stop."""
+    deadlines, replica = world.config.deadlines, world.mesh.replica_of(world.rank)
+    torch.set_num_threads(world.config.inference.threads)
+    leads = world.rank == world.mesh.replicas[replica][0]
+    # The clock starts before the engine is built: ticks of ranks that are ready must not wait for it.
+    clock = Leader(world.groups["ctl"], world.watchdog.fail) if leads else None
+    if clock:
+        clock.start()
+    with world.watchdog.stage("build the engine", deadlines.start_s):
+        started = time.perf_counter()
+        group = world.groups[f"replica/{replica}"]
+        llm = build_engine(
+            world.config, resolve(world.config.model.name), group, replica, world.local_rank, world.device
+        )
+        engine = Engine(llm, world.rank)
+        built_s = time.perf_counter() - started
+    rank = ReplicaRank(world, engine, clock)
+    if clock:
+        clock.tell(Ready(world.rank, {"build_s": built_s}))
+        rank.lead()
+        clock.join(deadlines.step_s)
+    else:
+        rank.follow()
+
+
+class ReplicaRank:
+    """One rank of a replica; `clock` is None on followers."""
+
+    def __init__(self, world: World, engine: Engine, clock: Leader | None) -> None:
+        self._world, self._engine, self._clock = world, engine, clock
+        self._replica = world.mesh.replica_of(world.rank)
+        members = world.mesh.replicas[self._replica]
+        cmd = world.groups[f"replica_cmd/{self._replica}"]
+        self._down = [Pipe(cmd, i, f"rank {rank}") for i, rank in enumerate(members) if i] if clock else []
+        self._up = None if clock else Pipe(cmd, 0, f"rank {members[0]} (leader of replica {self._replica})")
+        weights = [world.groups[f"weights/{i}"] for i in range(len(world.mesh.trainers))]
+        arrived = (lambda version: clock.inbox.put(Arrived(version))) if clock else (lambda version: None)
+        self._receiver = Receiver(weights, world.device, arrived, world.watchdog.fail)
+        self._pulls: deque[Pull] = deque()  # decided, not begun: one version at a time is in the staging buffers
+        self._pulling = False
+        self._arrived: int | None = None
+        self._probe: list[np.ndarray] = []
+        self._told_load = 0.0
+
+    def lead(self) -> None:
+        """The leader's loop."""
+        while True:
+            decisions = self._take()
+            if self._pulls and not self._pulling:
+                decisions.append(self._pulls.popleft())
+                self._pulling = True
+            swap = -1
+            if self._arrived is not None and not self._engine.probing:
+                swap, self._arrived = self._arrived, None
+            turn = Turn(decisions, swap, step=False)
+            # Requests of this turn make the engine busy; followers will come to the same answer.
+            turn.step = self._engine.busy or swap >= 0 or any(isinstance(d, Generate) for d in decisions)
+            if self._down and (decisions or swap >= 0 or turn.step):
+                self._tell_followers(turn)
+            if not self._do(turn):
+                return
+
+    def follow(self) -> None:
+        """A follower's loop: what the leader says."""
+        while True:
+            with self._world.watchdog.stage("wait for the leader"):
+                turn = decode(self._up.receive(), Turn)
+            if not self._do(turn):
+                return
+
+    def _take(self) -> list[Decision]:
+        """Everything that has come down; waits only while there is nothing to step."""
+        decisions: list[Decision] = []
+        block = not self._engine.busy and self._arrived is None and (self._pulling or not self._pulls)
+        while True:
+            try:
+                if block:
+                    with self._world.watchdog.stage("idle"):
+                        item = self._clock.inbox.get(timeout=IDLE_S)
+                else:
+                    item = self._clock.inbox.get_nowait()
+            except queue.Empty:
+                return decisions
+            block = False
+            if isinstance(item, Arrived):
+                self._arrived = item.version
+            elif isinstance(item, Pull):
+                self._pulls.append(item)
+            else:
+                decisions.append(item)
+
+    def _tell_followers(self, turn: Turn) -> None:
+        data = encode(turn)
+        for pipe, works in [(pipe, pipe.send_start(data)) for pipe in self._down]:
+            pipe.wait(works)
+
+    def _do(self, turn: Turn) -> bool:
+        """Take the turn; False when the run is over."""
+        for decision in turn.decisions:
+            match decision:
+                case Generate():
+                    self._tell(self._engine.add(decision))
+                case Cancel():
+                    self._tell(self._engine.cancel(decision.id))
+                case Pull():
+                    self._probe = decision.probe
+                    self._receiver.begin(decision.version)
+                case Stop():
+                    self._receiver.close(self._world.config.deadlines.step_s)
+                    return False
+        if turn.swap >= 0:
+            self._swap(turn.swap)
+        if turn.step and self._engine.busy:
+            with self._world.watchdog.stage("engine step", self._world.config.deadlines.step_s):
+                for event in self._engine.step():
+                    self._tell(event)
+        self._tell_load()
+        return True
+
+    def _swap(self, version: int) -> None:
+        deadline_s = self._world.config.deadlines.step_s
+        with self._world.watchdog.stage(f"swap to version {version}", deadline_s):
+            self._receiver.wait(deadline_s)  # a follower may be a bucket behind its leader
+            plan = self._receiver.plan(deadline_s)
+            started = time.perf_counter()
+            self._engine.swap(version, self._receiver.tensors(), plan.names)
+            self._pulling = False
+            stall_s = time.perf_counter() - started
+            self._tell(Pulled(self._world.rank, version, plan.nbytes, self._receiver.receive_s, stall_s))
+            if self._probe:
+                self._engine.probe(self._probe)
+
+    def _tell(self, event) -> None:
+        if event is not None and self._clock is not None:
+            self._clock.tell(event)
+
+    def _tell_load(self) -> None:
+        now = time.monotonic()
+        if now - self._told_load >= LOAD_EVERY_S:
+            self._told_load = now
+            self._tell(EngineLoad(self._world.rank, self._engine.steps, self._engine.step_s, self._engine.tokens))

@@ -1,0 +1,90 @@
+"""spmd_rl: one program on every rank. Parse, join the world, take a role, run.
+
+    torchrun --nproc-per-node 3 spmd_rl/main.py rl --config configs/quickstart.toml [--KEY VALUE ...] [--dry-run]
+
+Without RANK in the environment the program starts itself under torchrun, with `--nproc-per-node` processes (by
+default the fewest that the config needs).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
+
+from spmd_rl.config import Config, ConfigError, check, load, split_argv, to_toml  # noqa: E402
+from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
+
+COMMANDS = ("rl",)
+NPROC = "--nproc-per-node"
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code of what never became a rank; a rank ends in `run_rank`."""
+    try:
+        argv, nproc = take_nproc(argv)
+        if not argv or argv[0] not in COMMANDS:
+            raise ConfigError([f"say what to do: main.py {{{','.join(COMMANDS)}}} --config FILE.toml"], "command line")
+        config = load(argv[1:])
+        check(config)
+        mesh = Mesh.build(config, int(os.environ.get("WORLD_SIZE", nproc or Mesh.smallest(config))))
+    except (ConfigError, MeshError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if split_argv(argv[1:]).dry_run:
+        print(f"{to_toml(config)}\n{mesh.describe()}")
+        return 0
+    if "RANK" not in os.environ:
+        start_torchrun(argv, mesh.world_size)
+    run_rank(config, mesh)
+
+
+def take_nproc(argv: list[str]) -> tuple[list[str], int]:
+    """Split off `--nproc-per-node N`; 0 = not given."""
+    if NPROC not in argv:
+        return argv, 0
+    at = argv.index(NPROC)
+    if at + 1 >= len(argv) or not argv[at + 1].isdigit():
+        raise ConfigError([f"{NPROC} needs a number after it"], "command line")
+    return argv[:at] + argv[at + 2 :], int(argv[at + 1])
+
+
+def start_torchrun(argv: list[str], nproc: int) -> NoReturn:
+    """Become torchrun with this program on `nproc` processes of this machine."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    os.execv(sys.executable, [*launcher, str(Path(__file__).resolve()), *argv])
+
+
+def run_rank(config: Config, mesh: Mesh) -> NoReturn:
+    """This process is a rank: join, play the role, leave. Ends the process, with 0 only when every rank finished."""
+    from spmd_rl.observe.logs import redirect_rank_output
+    from spmd_rl.world.watchdog import Watchdog
+    from spmd_rl.world.world import World
+
+    rank = int(os.environ["RANK"])
+    role, deadlines = mesh.role(rank), config.deadlines
+    watchdog = Watchdog(rank, mesh.world_size, role, deadlines.heartbeat_s, deadlines.start_s)
+    watchdog.start()
+    try:
+        world = World.join(config, mesh, watchdog)
+        output = redirect_rank_output(config.output_dir, rank, console=rank == 0)
+        watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
+        arguments = (world, output) if role == "orchestrator" else (world,)
+        import_module(f"spmd_rl.{role}.role").run(*arguments)
+        world.leave()
+        output.restore()
+    except BaseException as error:
+        watchdog.fail(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # interpreter shutdown would run destructors of groups whose peers are already gone
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

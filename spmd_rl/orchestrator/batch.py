@@ -1,0 +1,51 @@
+"""From finished groups to what one optimizer step consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from spmd_rl.algorithms import ALGORITHMS
+from spmd_rl.config.tree import OrchestratorConfig
+from spmd_rl.rollouts.types import Episode, Group, TrainSample
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch: its groups, what the trainer sees of them, and the algorithm's figures."""
+
+    groups: list[Group]
+    samples: list[TrainSample]
+    stats: dict[str, float]
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """All episodes, group by group."""
+        return [episode for group in self.groups for episode in group.episodes]
+
+    def lags(self, step: int) -> np.ndarray:
+        """int[tokens]: per sampled token, the optimizer steps between its policy version and this step's start."""
+        sampled = [s.versions[s.mask == 1] for e in self.episodes if e.valid for s in e.samples]
+        return step - 1 - np.concatenate(sampled)
+
+
+def make_batch(groups: list[Group], config: OrchestratorConfig, shuffle_seed: int) -> Batch:
+    """Let the algorithm weigh the groups. With `shuffle_rewards` (a control) rewards change places first."""
+    rewarded = shuffle_rewards(groups, shuffle_seed) if config.shuffle_rewards else groups
+    samples, stats = ALGORITHMS[config.algorithm.type](rewarded, config.algorithm)
+    return Batch(groups, samples, stats)
+
+
+def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:
+    """The same groups with the valid episodes' rewards permuted across the whole batch."""
+    rewards = [episode.reward for group in groups for episode in group.episodes if episode.valid]
+    order = iter(np.random.default_rng(seed).permutation(len(rewards)))
+    return [
+        replace(
+            group,
+            episodes=tuple(replace(e, reward=rewards[next(order)]) if e.valid else e for e in group.episodes),
+        )
+        for group in groups
+    ]

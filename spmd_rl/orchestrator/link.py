@@ -1,0 +1,128 @@
+"""Rank 0's asyncio side of the world: requests that can be awaited, orders, and events by kind.
+
+The threads that own `ctl` and `data` are handed in; what they deliver is brought onto the event loop here. Tests hand
+in fakes, so the whole orchestrator runs without torch, engines and trainers.
+
+Invariant: every request is answered exactly once, or its future ends with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from spmd_rl.world.messages import Cancel, Decision, EngineLoad, Event, Generate, Generated, Order, Refused, Stop
+
+
+class RefusedError(RuntimeError):
+    """The engine did not take a request."""
+
+
+class Decides(Protocol):
+    """The clock: decisions to the leaders (member 0 is the trainer's)."""
+
+    def decide(self, member: int, decision: Decision) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+class Gives(Protocol):
+    """Orders to the trainer ranks."""
+
+    def give(self, orders: list[Order]) -> None: ...
+
+
+class Link:
+    """Everything rank 0 says and hears.
+
+    Args:
+        replicas: how many engine leaders there are (members 1.. of the clock).
+        trainers: how many trainer ranks there are.
+    """
+
+    def __init__(self, replicas: int, trainers: int) -> None:
+        self.replicas, self.trainers = replicas, trainers
+        self.loads: dict[int, EngineLoad] = {}  # newest counters by rank
+        self.tokens = 0  # generated so far, as reported with finished requests
+        self.heard = 0  # events so far that mean progress
+        self._loop = asyncio.get_running_loop()
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Generated]] = {}
+        self._listeners: dict[type, Callable[[Any], None]] = {}
+        self._clock: Decides | None = None
+        self._orders: Gives | None = None
+
+    def connect(self, clock: Decides, orders: Gives) -> None:
+        """Attach the threads; they deliver through `deliver`."""
+        self._clock, self._orders = clock, orders
+
+    def listen(self, kind: type, listener: Callable[[Any], None]) -> None:
+        """Call `listener` on the event loop for every event of `kind`."""
+        self._listeners[kind] = listener
+
+    def deliver(self, member: int, event: Event) -> None:
+        """Bring an event onto the event loop; callable from any thread."""
+        self._loop.call_soon_threadsafe(self._handle, event)
+
+    async def generate(self, replica: int, **request: Any) -> Generated:
+        """Ask a replica for a generation (fields of `Generate` but for its id). RefusedError when it does not take it.
+
+        Cancelling the caller cancels the request.
+        """
+        id = next(self._ids)
+        future: asyncio.Future[Generated] = self._loop.create_future()
+        self._waiting[id] = future
+        self.decide(replica, Generate(id=id, **request))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self.decide(replica, Cancel(id))
+            raise
+        finally:
+            self._waiting.pop(id, None)
+
+    def decide(self, replica: int, decision: Decision) -> None:
+        """One decision to one replica, with the next tick."""
+        self._clock.decide(1 + replica, decision)
+
+    def decide_all(self, decision: Decision) -> None:
+        """One decision to every replica."""
+        for replica in range(self.replicas):
+            self.decide(replica, decision)
+
+    def order(self, orders: list[Order]) -> None:
+        """One order per trainer rank."""
+        self._orders.give(orders)
+
+    def order_all(self, order: Order) -> None:
+        """The same order to every trainer rank."""
+        self.order([order] * self.trainers)
+
+    def stop(self) -> None:
+        """The last thing that is said."""
+        self.order_all(Stop())
+        self._clock.stop()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that engines have not answered yet."""
+        return len(self._waiting)
+
+    def _handle(self, event: Event) -> None:
+        self.heard += not isinstance(event, EngineLoad)
+        match event:
+            case Generated():
+                self.tokens += len(event.tokens)
+                future = self._waiting.get(event.id)
+                if future is not None and not future.done():
+                    future.set_result(event)
+            case Refused():
+                future = self._waiting.get(event.id)
+                if future is not None and not future.done():
+                    future.set_exception(RefusedError(event.why))
+            case EngineLoad():
+                self.loads[event.rank] = event
+            case _:
+                self._listeners[type(event)](event)

@@ -1,0 +1,107 @@
+"""Everything that can be known to be wrong before the first rollout, found on rank 0 while other ranks still build.
+
+Model folder, tokenizer, vocabulary, environments, length of prompts, a teacher where a warm-up wants one, room on the
+disk. Each error names the thing and the way out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from spmd_rl.config.tree import Config
+from spmd_rl.envs.load import load as load_env
+from spmd_rl.envs.protocol import Environment
+
+LOOKED_AT = 32  # tasks per source whose prompts are measured
+MIN_FREE_BYTES = 64 * 2**20
+
+
+class PreflightError(ValueError):
+    """The run could not have worked."""
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The model's tokenizer (or `model.tokenizer`). PreflightError when it does not load."""
+    from transformers import AutoTokenizer
+
+    name = config.model.tokenizer or config.model.name
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers raises a dozen kinds for a damaged or missing tokenizer
+        reason = str(error).strip().splitlines()[0]
+        raise PreflightError(
+            f"no tokenizer in {name!r} ({reason}): set model.tokenizer to a folder or Hub id that holds one"
+        ) from error
+
+
+def check_vocabulary(tokenizer: Any, model_config: dict[str, Any], config: Config) -> None:
+    """PreflightError when the tokenizer makes ids that the model has no row for, or there is no end token."""
+    vocab_size = model_config.get("vocab_size") or model_config.get("text_config", {}).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values())
+    if vocab_size is not None and largest >= vocab_size:
+        raise PreflightError(
+            f"the tokenizer {config.model.tokenizer or config.model.name!r} makes token ids up to {largest}, but the "
+            f"model {config.model.name!r} has a vocabulary of {vocab_size}: they do not belong together"
+        )
+    if tokenizer.eos_token_id is None:
+        raise PreflightError(
+            "the tokenizer has no end-of-sequence token, so no rollout would ever end; set eos_token in it"
+        )
+
+
+def stop_tokens(tokenizer: Any, folder: str) -> list[int]:
+    """Ids that end a generation: the tokenizer's end token and what the model's generation_config names."""
+    import json
+
+    ids = {tokenizer.eos_token_id}
+    path = Path(folder) / "generation_config.json"
+    if path.exists():
+        named = json.loads(path.read_text()).get("eos_token_id")
+        ids |= set(named if isinstance(named, list) else [named]) - {None}
+    return sorted(ids)
+
+
+def load_environments(config: Config, tokenizer: Any) -> list[Environment]:
+    """One environment per source, tried on its first tasks. PreflightError names the source and the task."""
+    envs = []
+    for number, source in enumerate(config.orchestrator.source):
+        env = load_env(source, tokenizer, config.seed)
+        label = f"orchestrator.source[{number}] ({source.env})"
+        _check_prompts(env, label, config)
+        if config.warmup.steps and not hasattr(env, "teacher"):
+            raise PreflightError(
+                f"{label} has no teacher, which warmup.steps = {config.warmup.steps} needs; set it to 0"
+            )
+        envs.append(env)
+    return envs
+
+
+def _check_prompts(env: Environment, label: str, config: Config) -> None:
+    splits = ["train", "heldout"] if config.orchestrator.eval.tasks else ["train"]
+    for split in splits:
+        for index in range(LOOKED_AT):
+            try:
+                prompt = np.asarray(env.prompt(env.task(index, split)))
+            except Exception as error:
+                raise PreflightError(f"{label}: {split} task {index} raised {type(error).__name__}: {error}") from error
+            if not 1 <= len(prompt) < config.seq_len:
+                raise PreflightError(
+                    f"{label}: the prompt of {split} task {index} has {len(prompt)} tokens; with seq_len = "
+                    f"{config.seq_len} there is no room for an answer. Raise seq_len, or shorten the prompts"
+                )
+
+
+def check_disk(config: Config) -> None:
+    """PreflightError when the output folder can't be written or its disk is nearly full."""
+    folder = Path(config.output_dir)
+    room = os.statvfs(folder)
+    free = room.f_bavail * room.f_frsize
+    if free < MIN_FREE_BYTES:
+        raise PreflightError(
+            f"the disk of output_dir {config.output_dir!r} has {free / 2**20:.0f} MiB free; "
+            f"a run needs {MIN_FREE_BYTES / 2**20:.0f} MiB at least: free some, or set output_dir to another disk"
+        )

@@ -1,0 +1,118 @@
+"""What a run says about itself: one record per optimizer step, one per evaluation, readable samples, the screen.
+
+It only reads; leaving it out would change no training step. Names of metrics are in `docs/metrics.md`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.config.tree import Config
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.observe.progress import Progress
+from spmd_rl.observe.samples import write_samples
+from spmd_rl.orchestrator.batch import Batch
+from spmd_rl.orchestrator.link import Link
+from spmd_rl.rollouts.packing import Packed
+from spmd_rl.rollouts.types import Episode
+from spmd_rl.world.messages import Trained
+
+
+class Report:
+    """Writes into the run's output folder.
+
+    Args:
+        decode: token ids → text, for people.
+    """
+
+    def __init__(
+        self, config: Config, link: Link, metrics: Metrics, progress: Progress, decode: Callable[[list[int]], str]
+    ) -> None:
+        self._config, self._link, self._metrics, self._progress = config, link, metrics, progress
+        self._decode = decode
+        self._folder = Path(config.output_dir)
+        self._at, self._tokens, self._busy_s = time.monotonic(), 0, 0.0
+        self.evaluations: list[dict[str, Any]] = []
+        self.rewards: list[float] = []
+
+    def start(self, phase: str, pull: dict[str, float] | None = None) -> None:
+        """A phase begins; `pull` is what publishing its first version showed."""
+        self._at = time.monotonic()
+        if pull:
+            self._log({"phase": "start", "step": 0, "version": 0, **pull})
+            self._warn_mismatch(0, pull)
+
+    def warmup_step(self, trained: Trained) -> None:
+        """A supervised step is complete."""
+        metrics = trained.metrics
+        self._log({"phase": "warmup", "step": trained.step, "version": 0, **metrics, "time/step_s": self._lap()})
+
+    def rl_step(self, step: int, batch: Batch, packed: Packed, trained: Trained, pull: dict[str, float]) -> None:
+        """An optimizer step is complete, and its weights are on all engines."""
+        lags, step_s = batch.lags(step), self._lap()
+        tokens = sum(len(sample.tokens) for sample in batch.samples)
+        record = {
+            "phase": "rl",
+            "step": step,
+            "version": step,
+            **trained.metrics,
+            **batch.stats,
+            "rollouts": float(len(batch.episodes)),
+            "tokens/packed": float(tokens),
+            "lag/mean": float(lags.mean()),
+            "lag/max": float(lags.max()),
+            **pull,
+            "pack/fill": packed.stats.fill,
+            "pack/micro_steps": float(packed.stats.micro_steps),
+            "time/step_s": step_s,
+            "perf/trainer_tokens_per_s": tokens / trained.metrics["time/train_s"],
+            **self._engine_figures(step_s),
+        }
+        self.rewards.append(batch.stats["reward/mean"])
+        self._log(record)
+        self._warn_mismatch(step, pull)
+        if self._config.log.rollouts_per_step:
+            self._write_samples("step", step, batch.episodes)
+
+    def evaluation(self, step: int, metrics: dict[str, float], episodes: list[Episode]) -> None:
+        """An evaluation is complete."""
+        record = {"phase": "eval", "step": step, "version": step, **metrics}
+        self.evaluations.append(record)
+        self._log(record)
+        self._write_samples("eval", step, episodes)
+        self._at = time.monotonic()
+
+    def _engine_figures(self, step_s: float) -> dict[str, float]:
+        """New tokens and busy time of all engines since the last step."""
+        busy_s = sum(load.step_s for load in self._link.loads.values())
+        tokens, self._tokens = self._link.tokens - self._tokens, self._link.tokens
+        busy, self._busy_s = busy_s - self._busy_s, busy_s
+        return {
+            "tokens/sampled": float(tokens),
+            "perf/engine_tokens_per_s": tokens / step_s,
+            "perf/engine_busy": min(1.0, busy / step_s / self._link.replicas),
+        }
+
+    def _lap(self) -> float:
+        now = time.monotonic()
+        seconds, self._at = now - self._at, now
+        return seconds
+
+    def _log(self, record: dict[str, Any]) -> None:
+        self._metrics.log(record)
+        if record["phase"] != "start":
+            self._progress.update(record)
+
+    def _warn_mismatch(self, version: int, pull: dict[str, float]) -> None:
+        if pull.get("mismatch/above_limit"):
+            self._progress.write(
+                f"warning: version {version}: engine and trainer disagree about the same weights, "
+                f"k3 {pull['mismatch/k3_mean']:.2e} over {pull['mismatch/tokens']:.0f} tokens\n"
+            )
+
+    def _write_samples(self, kind: str, step: int, episodes: list[Episode]) -> None:
+        folder = self._folder if kind == "step" else self._folder / "eval"
+        write_samples(folder, step, episodes, self._decode, self._config.log.rollouts_per_step)

