@@ -150,6 +150,12 @@ def test_old_python_is_refused_by_name(checkout):
     assert checkout.take_calls() == []
 
 
+def test_old_python_is_refused_also_where_an_environment_exists(checkout):
+    checkout.run()
+    code, output = checkout.run(STUB_TOO_OLD="1")
+    assert code != 0 and "not usable" in output
+
+
 def test_no_python_at_all_says_what_to_install(checkout):
     for name in ("python3.12", "python3.11", "python3"):
         checkout.command(name, "#!/bin/bash\nexit 1\n")

@@ -51,7 +51,7 @@ def test_all_parts_run_and_pass(checkout):
     assert all(line.startswith("ok") and line.endswith("ran") for line in closing)
 
 
-@pytest.mark.parametrize("broken", ["ruff check", "ruff format", "mypy", "-n 2", "tests/e2e"])
+@pytest.mark.parametrize("broken", ["ruff check", "ruff format", "mypy", "-n 2", "distributed tests/e2e"])
 def test_one_failure_fails_the_whole_after_all_parts_ran(checkout, broken):
     code, output, calls = run(checkout, broken)
     assert code != 0 and len(calls) == PARTS
