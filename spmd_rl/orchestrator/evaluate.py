@@ -35,7 +35,7 @@ async def evaluate(services: Services, envs: list[Environment], step: int) -> tu
         try:
             return await services.rollouts.run(env, task, policy)
         finally:
-            services.router.forget_rollout(rollout)
+            services.router.forget_rollout(EVAL_IDS + number, rollout)
 
     samplings = [greedy] + [sampled] * config.eval.samples
     jobs = [run(n, i, sampling) for n in range(len(tasks)) for i, sampling in enumerate(samplings)]

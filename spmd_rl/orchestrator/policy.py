@@ -65,7 +65,9 @@ class RolloutPolicy:
                 stop_token_ids=self._stops,
                 salt=self._salt,
             )
-        finally:
-            self._router.done(replica)
+        except BaseException:
+            self._router.done(replica, self._group, self._rollout, 0)
+            raise
+        self._router.done(replica, self._group, self._rollout, len(tokens) + len(done.tokens))
         self._salt = done.salt
         return Generation(done.tokens, done.logprobs, done.versions, done.stop_reason)

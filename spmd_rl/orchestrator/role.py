@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.models.hf_folder import read_config, resolve
 from spmd_rl.observe.logs import RankOutput
@@ -88,7 +89,7 @@ async def _orchestrate(world: World, parts: Parts, metrics: Metrics, progress: P
     orders.start()
     with watchdog.stage("orchestrate", config.deadlines.heartbeat_s):
         beats = asyncio.create_task(watch_progress(link, config.deadlines.stall_s, watchdog.beat))
-        services = Services(config, link, Router(link.replicas), Rollouts(config), parts.stop_token_ids)
+        services = Services(config, link, _router(config, link.replicas), Rollouts(config), parts.stop_token_ids)
         report = Report(config, link, metrics, progress, parts.tokenizer.decode)
         loop = Loop(config, link, services, parts.envs, Versions(config, link, parts.probe), report)
         await _first_error(_after(ready, loop.run()), beats)
@@ -96,6 +97,11 @@ async def _orchestrate(world: World, parts: Parts, metrics: Metrics, progress: P
         await asyncio.to_thread(orders.join, config.deadlines.step_s)
         await asyncio.to_thread(clock.join, config.deadlines.step_s)
     return report
+
+
+def _router(config: Config, replicas: int) -> Router:
+    """A group stays on one replica unless that is a whole group ahead of the shallowest one."""
+    return Router(replicas, slack=config.orchestrator.group_size, block=config.inference.vllm.get("block_size", 32))
 
 
 async def _after(ready: asyncio.Event, run: Any) -> None:
@@ -129,7 +135,7 @@ async def _first_error(main: Any, beats: asyncio.Task) -> None:
     beats.cancel()
 
 
-def farewell(config: Any, report: Report, picture: Path) -> str:
+def farewell(config: Config, report: Report, picture: Path) -> str:
     """What came out, where it lies, what to do next."""
     out = Path(config.output_dir)
     lines = [""]

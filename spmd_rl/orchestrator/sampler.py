@@ -104,7 +104,7 @@ class Sampler:
         try:
             return await services.rollouts.run(env, task, policy)
         finally:
-            services.router.forget_rollout(rollout)
+            services.router.forget_rollout(group, rollout)
 
     def _draw(self) -> int:
         """The source that is furthest behind its ratio; ties go to the first."""

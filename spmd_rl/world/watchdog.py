@@ -37,6 +37,7 @@ class Verdict:
     """Why the run ends, as every rank reports it."""
 
     rank: int  # who failed
+    by: int  # who says so
     role: str
     host: str
     pid: int
@@ -128,7 +129,7 @@ class Watchdog:
         """This rank failed: tell everybody, then leave. Callable from any thread."""
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}"
-        self._condemn(Verdict(self.rank, self.role, self._host, self._pid, self._stage, message, text))
+        self._condemn(Verdict(self.rank, self.rank, self.role, self._host, self._pid, self._stage, message, text))
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -160,7 +161,7 @@ class Watchdog:
         key = f"{self._prefix}/beat/{rank}"
         if not self._store.check([key]):
             if now - known.beat_at > self._start_s:
-                self._condemn(Verdict(rank, "unknown role", "unknown host", -1, "start", "never showed up"))
+                self._condemn(Verdict(rank, self.rank, "unknown role", "unknown host", -1, "start", "never showed up"))
             return
         beat = json.loads(self._store.get(key))
         if beat["closed"]:
@@ -178,7 +179,7 @@ class Watchdog:
             self._accuse(rank, beat, f"no progress for {stuck:.1f} s (deadline {deadline:g} s)")
 
     def _accuse(self, rank: int, beat: dict, message: str) -> NoReturn:
-        self._condemn(Verdict(rank, beat["role"], beat["host"], beat["pid"], beat["stage"], message))
+        self._condemn(Verdict(rank, self.rank, beat["role"], beat["host"], beat["pid"], beat["stage"], message))
 
     def _post(self, closed: bool = False) -> None:
         self._count += 1
@@ -196,7 +197,7 @@ class Watchdog:
 
     def _lost_store(self, error: Exception) -> Verdict:
         message = f"lost torchrun's store ({type(error).__name__}: {error}); its agent is gone"
-        return Verdict(self.rank, self.role, self._host, self._pid, self._stage, message)
+        return Verdict(self.rank, self.rank, self.role, self._host, self._pid, self._stage, message)
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -210,7 +211,8 @@ class Watchdog:
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         with self._lock:  # never released: two threads must not report twice
-            if verdict.host == self._host and verdict.pid not in (-1, self._pid):
+            accused = verdict.by != verdict.rank and verdict.pid not in (-1, self._pid)
+            if accused and verdict.host == self._host:  # a rank that hangs does not read its verdict
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(verdict.pid, signal.SIGKILL)
             _write_error_file(verdict)
