@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TextIO
@@ -74,8 +74,7 @@ class Progress:
             if self._recent and self._recent[-1].get("phase") != record.get("phase"):
                 self._recent.clear()
             self._recent.append(record)
-            if (reward := _number(record, names.REWARD)) is not None:
-                self._rewards.append(reward)
+            self._rewards += _summable([record], names.REWARD)
         if self._live:
             self._live.update(self._table())
         elif self._has_a_line(record):
@@ -119,7 +118,7 @@ class Progress:
 
     def _eta(self) -> str:
         """Time to the end of this phase, from the mean of the steps on show."""
-        seconds = [s for record in self._recent if (s := _number(record, names.STEP_S)) is not None]
+        seconds = _summable(self._recent, names.STEP_S)
         if not seconds:
             return "–"
         last = self._recent[-1]
@@ -175,6 +174,11 @@ def _start_live(screen: TextIO) -> Any:
 def _number(record: Mapping[str, Any], key: str) -> float | None:
     value = record.get(key)
     return float(value) if isinstance(value, int | float) else None
+
+
+def _summable(records: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """The values of a metric that sums and differences can be made of: no NaN, no infinity, nothing near overflow."""
+    return [value for record in records if (value := _number(record, key)) is not None and abs(value) < 1e100]
 
 
 def _cell(record: Mapping[str, Any], column: Column) -> str:
