@@ -39,6 +39,27 @@ def test_the_longest_prefix_beats_a_shallower_queue_within_the_slack() -> None:
     assert router.place(0, 0, 150) == first == 0
 
 
+def test_no_more_is_cached_than_the_request_holds() -> None:
+    router = Router(2, slack=1)
+    router.done(router.place(0, 0, 100), 0, 0, 300)  # replica 0
+    router.place(1, 0, 10)  # keeps replica 0 busy
+    router.done(router.place(0, 1, 100), 0, 1, 200)  # replica 0 again, for the prompt
+    router.place(1, 1, 10)
+    router.place(0, 0, 100)
+    assert router.depth == [2, 1]
+    assert router.place(0, 0, 100) == 1  # its 300 tokens on replica 0 are worth no more than the 100 asked for
+
+
+def test_the_group_used_longest_ago_is_forgotten_first() -> None:
+    router = Router(2, slack=100, max_groups=2)
+    router.place(0, 0, 50)
+    router.place(1, 0, 50)
+    router.place(0, 1, 50)
+    router.place(2, 0, 50)  # 1 is forgotten, not 0
+    assert router.depth == [2, 2]
+    assert list(router._groups) == [0, 2]
+
+
 def test_prefixes_shorter_than_a_block_attract_nothing() -> None:
     router = Router(2, slack=100, block=128)
     assert [router.place(0, rollout, 100) for rollout in range(4)] == [0, 1, 0, 1]
