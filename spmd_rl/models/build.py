@@ -8,8 +8,8 @@ of exports and of the folders that were read.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,25 +137,32 @@ def _build_hf(
     return HFModel(hf, lm_head_chunk)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bar and no warnings of transformers' loader: every rank would print them."""
+    from transformers.utils import logging
+
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
 @torch.no_grad()
 def _load_hf(model: HFModel, folder: str) -> None:
     """Through transformers' own loader, which knows the families whose files are laid out unlike their modules."""
     tensor_names(folder)  # names damaged and missing files before transformers does
     hf = model.hf
-    log = logging.getLogger("transformers.modeling_utils")
-    level = log.level
-    log.setLevel(logging.ERROR)  # what it would warn of is an error below
-    try:
+    strict = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both end in the report, judged below
+    with _quiet():
         loaded, report = type(hf).from_pretrained(
-            folder,
-            config=hf.config,
-            dtype=hf.dtype,
-            output_loading_info=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
+            folder, config=hf.config, dtype=hf.dtype, local_files_only=True, **strict
         )
-    finally:
-        log.setLevel(level)
     for kind in ("mismatched_keys", "missing_keys", "unexpected_keys"):
         if report[kind]:
             names = ", ".join(str(name) for name in sorted(report[kind])[:5])
