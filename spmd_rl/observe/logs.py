@@ -35,7 +35,7 @@ class RankOutput:
         self.show: Callable[[str], object] = self._write_to_screen  # a live display puts its own function here
         with explain_full_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         for fd in self._saved:
             os.dup2(target, fd)
         os.close(target)

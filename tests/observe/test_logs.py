@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -28,7 +29,8 @@ SPOKEN = ["from python ü", "from the descriptor", "from a child", "from stderr"
 def run(folder: Path, console: bool, then: str) -> subprocess.CompletedProcess[str]:
     program = SPEAK.format(folder=str(folder), console=console) + then
     command = [sys.executable, "-X", "utf8", "-c", program]
-    return subprocess.run(command, cwd=REPO, text=True, capture_output=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users run it
+    return subprocess.run(command, cwd=REPO, env=env, text=True, capture_output=True, check=False)
 
 
 def log_of(folder: Path) -> list[str]:

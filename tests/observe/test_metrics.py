@@ -103,14 +103,15 @@ def test_full_disk_names_the_folder_and_the_way_out(tmp_path):
 def test_tensorboard_gets_the_scalars(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with Metrics(tmp_path) as metrics:
-        metrics.log({"phase": "warmup", "step": 7, "loss": 0.25, "note": "text", "bad": math.nan, "flag": True})
+    metrics = Metrics(tmp_path)  # still open below: TensorBoard follows a run that goes on
+    metrics.log({"phase": "warmup", "step": 7, "loss": 0.25, "note": "text", "bad": math.nan, "flag": True})
     (folder,) = (tmp_path / "tensorboard").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     tags = events.Tags()
     names = tags["scalars"] + tags["tensors"]
     assert names == ["warmup/loss"]
     assert [(event.step, event.tensor_proto.float_val[0]) for event in events.Tensors("warmup/loss")] == [(7, 0.25)]
+    metrics.close()
 
 
 def test_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
