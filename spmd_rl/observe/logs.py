@@ -5,7 +5,7 @@ point straight to the file; the screen gets a copy from a thread that follows th
 thread would lose the last lines of a killed process, and would stop C++ code that fills it while holding the GIL.)
 
 This module refuses to know about ranks beyond their number. Invariant: after `restore` both descriptors are the
-original ones, and the console rank's screen has shown everything that is in the file.
+original ones, and the console rank's screen has shown everything that is in the file, unless it takes nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TextIO
 from spmd_rl.observe.disk import explain_full_disk
 
 FOLLOW_S = 0.05  # how far the screen may be behind the file
+SCREEN_S = 5.0  # a screen that takes nothing (a stopped pager, a dead connection) must not keep a run from ending
 
 
 class RankOutput:
@@ -42,6 +43,7 @@ class RankOutput:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):  # a file is block-buffered by default: lines would come late
                 stream.reconfigure(line_buffering=True)
+        self._restoring = threading.Lock()
         self._done = threading.Event()
         self._follower = threading.Thread(target=self._follow, name="follow-log", daemon=True) if console else None
         if self._follower:
@@ -53,18 +55,20 @@ class RankOutput:
         return last_lines(self.path, lines)
 
     def restore(self) -> None:
-        """Give both descriptors back, after the screen has caught up. May be called more than once."""
-        if not self._saved:
-            return
-        _flush()
-        for fd, saved in self._saved.items():
-            os.dup2(saved, fd)
-            os.close(saved)
-        self._saved = {}
-        self._done.set()
-        if self._follower:
-            self._follower.join()
-        self.screen.close()
+        """Give both descriptors back, after the screen has caught up. May be called again, and from any thread."""
+        with self._restoring:
+            if not self._saved:
+                return
+            _flush()
+            for fd, saved in self._saved.items():
+                os.dup2(saved, fd)
+                os.close(saved)
+            self._saved = {}
+            self._done.set()
+            if self._follower:
+                self._follower.join(SCREEN_S)
+            if not (self._follower and self._follower.is_alive()):
+                self.screen.close()
 
     def __enter__(self) -> RankOutput:
         return self

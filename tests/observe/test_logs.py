@@ -30,7 +30,7 @@ def run(folder: Path, console: bool, then: str) -> subprocess.CompletedProcess[s
     program = SPEAK.format(folder=str(folder), console=console) + then
     command = [sys.executable, "-X", "utf8", "-c", program]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}  # as users run it
-    return subprocess.run(command, cwd=REPO, env=env, text=True, capture_output=True, check=False)
+    return subprocess.run(command, cwd=REPO, env=env, text=True, capture_output=True, check=False, timeout=60)
 
 
 def log_of(folder: Path) -> list[str]:
@@ -84,6 +84,12 @@ def test_much_output_arrives_whole_and_in_order(tmp_path):
     expected = [f"{i} {'é' * 40}" for i in range(20000)]
     assert done.stdout.splitlines()[-20000:] == expected
     assert log_of(tmp_path)[-20000:] == expected
+
+
+def test_a_screen_that_takes_nothing_does_not_keep_the_run_from_ending(tmp_path):
+    stuck = "import threading; output.show = lambda text: threading.Event().wait(); print('more')\n"
+    done = run(tmp_path, True, "from spmd_rl.observe import logs; logs.SCREEN_S = 0.2\n" + stuck + "output.restore()")
+    assert done.returncode == 0
 
 
 def test_last_lines_are_at_hand(tmp_path):
