@@ -253,7 +253,7 @@ BROKEN = {
 }
 
 FINE = {
-    "trainer/a.py": '"""Doc."""\nimport torch\nfrom spmd_rl.world import b\nfrom spmd_rl.config import c\nfrom .d import e',
+    "trainer/a.py": '"""Doc."""\nimport torch\nfrom spmd_rl.world import b\nimport spmd_rl.config.c\nfrom .d import e',
     "trainer/d.py": "",
     "world/b.py": "",
     "envs/f.py": '"""Doc."""\nif TYPE_CHECKING:\n    import torch\ndef f():\n    import torch',
