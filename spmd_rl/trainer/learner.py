@@ -111,7 +111,7 @@ class Learner:
             logprobs_T, _ = self.model(
                 tokens_T, documents, tokens_T.roll(-1), torch.ones(len(tokens_T), device=self.device)
             )
-            # Without a backward nothing else would do it, and full_tensors and the optimizer need the shards.
+            # Without a backward nothing else gives back what the forward gathered.
             reshard(self.model)
             columns = np.split(logprobs_T.float().cpu().numpy(), cu_seqlens[1:-1])
         return [column[:-1].copy() for column in columns]
