@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from spmd_rl.config import Config, ConfigError, check, load
@@ -9,6 +11,7 @@ from spmd_rl.config.check import AT_LEAST, POSITIVE
 from spmd_rl.config.schema import known_kinds
 
 OK = ["--model.name", "m"]
+SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
 GOOD = [
     "",
@@ -33,6 +36,11 @@ GOOD = [
 @pytest.mark.parametrize("line", GOOD)
 def test_good(line):
     check(load([*OK, *line.split()]))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configs(path):
+    check(load(["@", str(path), *OK]))
 
 
 BAD = [
