@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from spmd_rl.observe import names
@@ -38,7 +39,7 @@ class Column:
 
 COLUMNS = (
     Column("reward", names.REWARD, lambda x: f"{x:.3f}", 6),
-    Column("loss", names.LOSS, lambda x: f"{x:+.4f}", 8),
+    Column("loss", names.LOSS, lambda x: f"{x:+z.4f}", 8),
     Column("entropy", names.ENTROPY, lambda x: f"{x:.3f}", 6),
     Column("lag", names.LAG, lambda x: f"{x:.2f}", 5),
     Column("mismatch", names.MISMATCH, lambda x: f"{x:.1e}", 8),
@@ -117,13 +118,13 @@ class Progress:
         return f"{phase:<7}{step:>4}/{total:<4} " + "  ".join(cells) + f"  ETA {self._eta()}"
 
     def _eta(self) -> str:
-        """Time to the end of this phase, from the mean of the steps on show."""
+        """Time to the end of this phase, from the median of the steps on show: the first one compiles and loads."""
         seconds = _summable(self._recent, names.STEP_S)
         if not seconds:
             return "–"
         last = self._recent[-1]
         left = max(0, self._total.get(last.get("phase", ""), 0) - int(last.get("step", 0)))
-        return _duration(left * sum(seconds) / len(seconds))
+        return _duration(left * median(seconds))
 
     def _table(self) -> RenderableType:
         from rich import box

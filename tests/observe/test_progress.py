@@ -42,6 +42,11 @@ def test_plain_lines_are_aligned_and_say_what_is_left():
     assert out[0].endswith("ETA 2:38") and out[1].endswith("ETA 1:00")  # 2 s a step
 
 
+def test_one_slow_step_does_not_spoil_the_estimate():
+    steps = [rl(1, **{names.STEP_S: 60.0}), rl(2, **{names.STEP_S: 1.0}), rl(3, **{names.STEP_S: 1.0})]
+    assert shown("plain", steps).splitlines()[-1].endswith("ETA 1:17")
+
+
 def test_warmup_shows_about_ten_lines_with_the_first_and_the_last():
     steps = [{"phase": "warmup", "step": step, names.LOSS: 1.0} for step in range(1, 151)]
     out = shown("plain", steps).splitlines()
