@@ -1,8 +1,9 @@
 """Reverse a short word, with a teacher that is mostly wrong: the smallest task that shows RL doing what SFT can't.
 
 The teacher copies the word most of the time and reverses it now and then, so the supervised warm-up leaves a policy
-that knows the format and is right only as often as its teacher; the exact reward does the rest. Words that read
-the same backwards are left out, so a policy that only copies scores exactly 0.
+that knows the format and is right only as often as its teacher; the exact reward does the rest. The letters of a
+word are all different: no word reads the same backwards, so a policy that only copies scores exactly 0, and a tiny
+model always finds the next letter by the last one (with repeated letters some seeds don't learn to copy in time).
 
 Invariants: which words are held out depends on the word alone (not on the seed, the process or Python's hash);
 training tasks and held-out tasks share no word; task `index` is the same for the same seed.
@@ -39,12 +40,14 @@ class Reverse:
         `max_tokens`: new tokens per attempt at most; `end` must be one token: the engine's end of sequence."""
         if not 0 <= wrong <= 1:
             raise ValueError(f"reverse: wrong = {wrong} is a share; it must lie in 0..1")
+        if not 2 <= length <= len(set(letters)):
+            raise ValueError(f"reverse: length = {length} must lie in 2..{len(set(letters))}, the number of letters")
         end_ids = list(tokenizer.encode(end))
         if len(end_ids) != 1:
             raise ValueError(f"reverse: the tokenizer makes {len(end_ids)} tokens of end = {end!r}; pass one it knows")
         self.tokenizer, self.seed, self.wrong, self.max_tokens = tokenizer, seed, wrong, max_tokens
         self.start, self.end, self.end_id = start, end, int(end_ids[0])
-        words = ["".join(w) for w in itertools.product(sorted(set(letters)), repeat=length) if w != w[::-1]]
+        words = ["".join(w) for w in itertools.permutations(sorted(set(letters)), length)]
         self.words: dict[Split, list[str]] = {
             "train": [w for w in words if _fraction(w) >= heldout],
             "heldout": sorted((w for w in words if _fraction(w) < heldout), key=_fraction),
@@ -54,7 +57,9 @@ class Reverse:
         """Training words come in a new order every time all were seen, held-out words always in the same order."""
         words = self.words[split]
         if not words:
-            raise ValueError(f"reverse: no {split} words; use more letters, length ≥ 2, and heldout between 0 and 1")
+            raise ValueError(
+                f"reverse: no {split} words; use more letters, or a share heldout that leaves some on both sides"
+            )
         epoch, place = divmod(index, len(words))
         if split == "train":
             place = int(np.random.default_rng([self.seed, epoch]).permutation(len(words))[place])
