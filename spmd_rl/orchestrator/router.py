@@ -77,5 +77,5 @@ class Router:
     def _cached(self, seen: _Seen, rollout_id: int, prompt_length: int, replica: int) -> int:
         """Tokens of this request that the replica's cache should hold, in whole blocks."""
         own = seen.rollouts.get(rollout_id, {}).get(replica, 0)
-        tokens = min(10**9, max(own, seen.prompt.get(replica, 0)))
+        tokens = min(prompt_length, max(own, seen.prompt.get(replica, 0)))
         return tokens // self._block * self._block
