@@ -94,21 +94,24 @@ class ReplicaRank:
 
     def lead(self) -> None:
         """The leader's loop."""
-        while True:
-            decisions = self._take()
-            if self._pulls and not self._pulling:
-                decisions.append(self._pulls.popleft())
-                self._pulling = True
-            swap = -1
-            if self._arrived is not None and not self._engine.probing:
-                swap, self._arrived = self._arrived, None
-            turn = Turn(decisions, swap, step=False)
-            # Requests of this turn make the engine busy; followers will come to the same answer.
-            turn.step = self._engine.busy or swap >= 0 or any(isinstance(d, Generate) for d in decisions)
-            if self._down and (decisions or swap >= 0 or turn.step):
-                self._tell_followers(turn)
-            if not self._do(turn):
-                return
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """One round of the leader: take what came, tell the followers, do it. False when the run is over."""
+        decisions = self._take()
+        if self._pulls and not self._pulling:
+            decisions.append(self._pulls.popleft())
+            self._pulling = True
+        swap = -1
+        if self._arrived is not None and not self._engine.probing:
+            swap, self._arrived = self._arrived, None
+        # Requests of this turn make the engine busy; followers come to the same answer.
+        step = self._engine.busy or swap >= 0 or any(isinstance(d, Generate) for d in decisions)
+        turn = Turn(decisions, swap, step)
+        if self._down and (decisions or step):
+            self._tell_followers(turn)
+        return self._do(turn)
 
     def follow(self) -> None:
         """A follower's loop: what the leader says."""

@@ -22,6 +22,8 @@ import torch.distributed as dist
 
 from spmd_rl.world.buckets import Bucket, Plan, WeightsError
 
+CLOSED = -1  # behind the last bucket of a version
+
 
 class Sender:
     """A trainer rank's end.
@@ -46,7 +48,7 @@ class Sender:
         self._mine = [bucket for bucket in plan.buckets if bucket.sender == index]
         self._buffers = {bucket.index: bucket.allocate(device) for bucket in self._mine}
         self._home = {piece.name: (bucket, piece) for bucket in plan.buckets for piece in bucket.pieces}
-        self._queue: queue.SimpleQueue[tuple[Bucket, int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Bucket | None, int] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -60,6 +62,7 @@ class Sender:
         """
         self.wait(deadline_s)
         self._idle.clear()
+        self._queue.put((None, version))  # every sender opens the version, also one that has no bucket to send
         missing = dict(self._home)
         left = {bucket.index: len(bucket.pieces) for bucket in self._mine}
         for name, tensor in tensors:
@@ -76,7 +79,7 @@ class Sender:
                 self._queue.put((bucket, version))
         if missing:
             raise WeightsError(f"{len(missing)} tensors were not given for version {version}: {sorted(missing)[:5]}")
-        self._queue.put((None, version))
+        self._queue.put((None, CLOSED))
 
     def wait(self, deadline_s: float) -> None:
         """Until the last version has left the buffers."""
@@ -94,12 +97,13 @@ class Sender:
             _broadcast_bytes(self.plan.encode(), self._group, self._device)
             while (item := self._queue.get()) is not None:
                 bucket, version = item
-                if bucket is None:
+                if version == CLOSED:
                     self._idle.set()
-                    continue
-                buffer = self._buffers[bucket.index]
-                bucket.seal(buffer, version)
-                with torch.no_grad():
+                elif bucket is None:
+                    _broadcast_number(version, self._group, self._device)
+                else:
+                    buffer = self._buffers[bucket.index]
+                    bucket.seal(buffer, version)
                     dist.broadcast(buffer, group_src=0, group=self._group)
         except BaseException as error:
             self._fail(error)
@@ -176,25 +180,33 @@ class Receiver:
     def _receive(self, version: int) -> None:
         if version <= self._version:
             raise WeightsError(f"asked for policy version {version} after {self._version}: versions only grow")
-        started = 0.0
+        for group in self._groups:
+            if (opened := _receive_number(group, self._device)) != version:
+                raise WeightsError(f"a trainer rank sends policy version {opened}, this rank expects {version}")
+        started = time.perf_counter()  # waiting for the trainer to begin is not receiving
         for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
-            with torch.no_grad():
-                dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
-            started = started or time.perf_counter()  # waiting for the sender to begin is not receiving
+            dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
             bucket.verify(buffer, version)
         self._version = version
         self.receive_s = time.perf_counter() - started
 
 
+def _broadcast_number(number: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    dist.broadcast(torch.tensor([number], dtype=torch.int64, device=device), group_src=0, group=group)
+
+
+def _receive_number(group: dist.ProcessGroup, device: torch.device) -> int:
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.broadcast(number, group_src=0, group=group)
+    return int(number)
+
+
 def _broadcast_bytes(data: bytes, group: dist.ProcessGroup, device: torch.device) -> None:
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    dist.broadcast(size, group_src=0, group=group)
+    _broadcast_number(len(data), group, device)
     dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), group_src=0, group=group)
 
 
 def _receive_bytes(group: dist.ProcessGroup, device: torch.device) -> bytes:
-    size = torch.zeros(1, dtype=torch.int64, device=device)
-    dist.broadcast(size, group_src=0, group=group)
-    data = torch.empty(int(size), dtype=torch.uint8, device=device)
+    data = torch.empty(_receive_number(group, device), dtype=torch.uint8, device=device)
     dist.broadcast(data, group_src=0, group=group)
     return data.cpu().numpy().tobytes()

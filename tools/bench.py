@@ -1,0 +1,28 @@
+"""Benchmarks: `python tools/bench.py {engine,e2e,trainer,weights,pack} [--json FILE]`.
+
+Each compares us with the raw limit or a peer in the same run and prints ratios; absolute times belong to the machine. One
+part is one file in `bench_parts/`, with a `main(json_path)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+PARTS = ("engine", "e2e", "trainer", "weights", "pack")
+
+
+def main() -> None:
+    """Run one part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    importlib.import_module(f"tools.bench_parts.{arguments.part}").main(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
