@@ -20,7 +20,7 @@ import torch
 
 from spmd_rl.inference.build import build_engine
 from spmd_rl.inference.engine import Engine
-from spmd_rl.models.hf_folder import resolve
+from spmd_rl.models.hf_config import resolve
 from spmd_rl.world.clock import Leader
 from spmd_rl.world.messages import Cancel, Decision, EngineLoad, Generate, Pull, Pulled, Ready, Stop
 from spmd_rl.world.pipe import Pipe

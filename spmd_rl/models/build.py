@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from spmd_rl.models.attention import resolve_backend
-from spmd_rl.models.hf_folder import HELP, export, read_config, read_tensors, resolve, tensor_names
+from spmd_rl.models.hf_config import HELP, read_config, resolve
+from spmd_rl.models.hf_folder import export, read_tensors, tensor_names
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.qwen3 import Qwen3
 

@@ -1,4 +1,4 @@
-"""Model folders in Hugging Face format: finding, reading and writing them.
+"""Model folders in Hugging Face format: reading and writing their weights.
 
 What it refuses to know: modules, architectures, ranks. A folder is `config.json`, safetensors (one file, or shards with
 an index) and small files beside them. Invariants: values are never changed except by the asked-for dtype; a written
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,45 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from spmd_rl.models.hf_config import HELP, read_config, read_json
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 4 * 1024**3
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".md")
-HELP = "pass a folder in Hugging Face format or a Hub id"
-
-
-def resolve(name: str) -> str:
-    """The local folder of a model given as a folder or as a Hub id (downloaded once, then from the cache).
-
-    Raises FileNotFoundError when it is neither, or when the Hub cannot be reached.
-    """
-    if not name:
-        raise FileNotFoundError(f"model.name is empty; {HELP}")
-    if Path(name).expanduser().is_dir():
-        return str(Path(name).expanduser())
-    if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or Path(name).exists():
-        raise FileNotFoundError(f"model folder {name!r} does not exist; {HELP}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
-    except Exception as error:  # the Hub's client raises a dozen kinds, from DNS to missing permission
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise FileNotFoundError(
-            f"model {name!r} is no local folder and could not be fetched from the Hub ({reason}); {HELP}, "
-            "or download it first where there is a network"
-        ) from error
-
-
-def read_config(folder: str) -> dict[str, Any]:
-    """`config.json` as a dict. Raises FileNotFoundError or ValueError."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        missing = "has no config.json" if Path(folder).is_dir() else "does not exist"
-        raise FileNotFoundError(f"model folder {folder!r} {missing}; {HELP}")
-    config = _read_json(path)
-    if not isinstance(config.get("model_type"), str):
-        raise ValueError(f"{path}: no model_type; {HELP}")
-    return config
 
 
 def read_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,7 +42,7 @@ def _open_shards(folder: str) -> Iterator[tuple[str, Any]]:
     root = Path(folder)
     shards: dict[str, set[str] | None]
     if (root / INDEX).is_file():
-        weight_map = _read_json(root / INDEX).get("weight_map", {})
+        weight_map = read_json(root / INDEX).get("weight_map", {})
         shards = {file: {name for name in weight_map if weight_map[name] == file} for file in weight_map.values()}
     elif (root / SINGLE).is_file():
         shards = {SINGLE: None}
@@ -169,16 +134,6 @@ def _copy_small_files(source: Path, target: Path, dtype: torch.dtype) -> None:
     for path in source.iterdir():
         if path.is_file() and path.name != "config.json" and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, target / path.name)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); {HELP}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object; {HELP}")
-    return value
 
 
 def _sync(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
-from spmd_rl.models.hf_folder import read_config, resolve
+from spmd_rl.models.hf_config import read_config, resolve
 from spmd_rl.observe.logs import RankOutput
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.plots import reward_png
