@@ -1,6 +1,7 @@
 """Algorithms: from groups of episodes to per-token weights. One module each; a dict is the registry.
 
-An algorithm is `train_samples(groups, config) -> (samples, stats)`: pure, on rank 0, without torch.
+An algorithm is `weigh(groups, config) -> (groups, samples, stats)`: the same groups with advantages filled in, and the
+weighted samples made from exactly these. Pure, on rank 0, without torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,6 @@ from spmd_rl.algorithms import grpo
 from spmd_rl.config.tree import AlgorithmConfig
 from spmd_rl.rollouts.types import Group, TrainSample
 
-Algorithm = Callable[[Sequence[Group], AlgorithmConfig], tuple[list[TrainSample], dict[str, float]]]
+Algorithm = Callable[[Sequence[Group], AlgorithmConfig], tuple[list[Group], list[TrainSample], dict[str, float]]]
 
-ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.train_samples}
+ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.weigh}

@@ -20,36 +20,41 @@ from spmd_rl.config.tree import AlgorithmConfig
 from spmd_rl.rollouts.types import Episode, Group, Reward, Sample, TrainSample
 
 
-def advantages(group: Group) -> list[Sample]:
-    """The samples of the group's valid episodes, in order, with `advantages` float32[T] filled in (0 where mask is 0).
+def with_advantages(group: Group) -> Group:
+    """The group with `advantages` float32[T] filled into the samples of its valid episodes (0 where mask is 0).
 
     Every sample of an episode gets the episode's advantage. Raises ValueError for a reward that is not finite.
     """
-    valid = [episode for episode in group.episodes if episode.valid]
-    rewards = [_reward(group, episode) for episode in valid]
+    rewards = [_reward(group, episode) for episode in group.episodes if episode.valid]
     if not rewards:
-        return []
+        return group
     # The first reward is taken off before averaging, so that equal rewards give exactly 0 whatever their value.
-    offsets = [reward - rewards[0] for reward in rewards]
-    mean = math.fsum(offsets) / len(offsets)
-    return [
-        replace(sample, advantages=((offset - mean) * sample.mask).astype(np.float32))
-        for episode, offset in zip(valid, offsets, strict=True)
-        for sample in episode.samples
+    mean = math.fsum(reward - rewards[0] for reward in rewards) / len(rewards)
+    episodes = [
+        _filled(episode, _reward(group, episode) - rewards[0] - mean) if episode.valid else episode
+        for episode in group.episodes
     ]
+    return replace(group, episodes=tuple(episodes))
 
 
-def train_samples(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[TrainSample], dict[str, float]]:
-    """The batch's samples with their weights, and its statistics.
+def weigh(groups: Sequence[Group], config: AlgorithmConfig) -> tuple[list[Group], list[TrainSample], dict[str, float]]:
+    """The groups with their advantages, the samples of their valid episodes with weights made of them, and statistics.
 
     pg_weight = advantage · mask / N, with N the sampled tokens (mask 1) of all valid episodes of the batch, counted
     before anything is masked; ce_weight = 0. The loss that is minimised is −Σ pg_weight × its policy term.
     """
     del config  # the bounds of the loss: nothing here depends on them
-    samples = [sample for group in groups for sample in advantages(group)]
+    filled = [with_advantages(group) for group in groups]
+    samples = [sample for group in filled for episode in group.episodes if episode.valid for sample in episode.samples]
     sampled_tokens = sum(int(sample.mask.sum()) for sample in samples)
     weighted = [_weighted(sample, sampled_tokens) for sample in samples]
-    return weighted, {**_stats(groups), "batch/samples": len(samples), "batch/sampled_tokens": sampled_tokens}
+    stats = {**_stats(groups), "batch/samples": len(samples), "batch/sampled_tokens": sampled_tokens}
+    return filled, weighted, stats
+
+
+def _filled(episode: Episode, advantage: float) -> Episode:
+    samples = [replace(sample, advantages=(advantage * sample.mask).astype(np.float32)) for sample in episode.samples]
+    return replace(episode, samples=tuple(samples))
 
 
 def _weighted(sample: Sample, denominator: int) -> TrainSample:

@@ -16,7 +16,7 @@ from spmd_rl.rollouts.types import Episode, Group, TrainSample
 class Batch:
     """One batch: its groups, what the trainer sees of them, and the algorithm's figures."""
 
-    groups: list[Group]
+    groups: list[Group]  # as they were weighed: with advantages, and with the rewards that these come from
     samples: list[TrainSample]
     stats: dict[str, float]
 
@@ -34,8 +34,7 @@ class Batch:
 def make_batch(groups: list[Group], config: OrchestratorConfig, shuffle_seed: int) -> Batch:
     """Let the algorithm weigh the groups. With `shuffle_rewards` (a control) rewards change places first."""
     rewarded = shuffle_rewards(groups, shuffle_seed) if config.shuffle_rewards else groups
-    samples, stats = ALGORITHMS[config.algorithm.type](rewarded, config.algorithm)
-    return Batch(groups, samples, stats)
+    return Batch(*ALGORITHMS[config.algorithm.type](rewarded, config.algorithm))
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:

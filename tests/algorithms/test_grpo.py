@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.algorithms import ALGORITHMS
-from spmd_rl.algorithms.grpo import advantages, train_samples
+from spmd_rl.algorithms.grpo import weigh, with_advantages
 from spmd_rl.config.tree import AlgorithmConfig
 from spmd_rl.rollouts.types import Episode, Group, Reward, RewardError, Sample, Task
 
@@ -37,15 +37,32 @@ def group(*episodes: Episode, id: int = 0) -> Group:
     return Group(id, TASK, episodes, admitted_version=0)
 
 
+def advantages(filled: Group) -> list[np.ndarray]:
+    return [s.advantages for e in with_advantages(filled).episodes if e.valid for s in e.samples]
+
+
 def weights(*groups: Group) -> list[list[float]]:
-    samples, _ = train_samples(groups, AlgorithmConfig())
+    _, samples, _ = weigh(groups, AlgorithmConfig())
     return [s.pg_weight.tolist() for s in samples]
 
 
 def test_advantage_is_reward_minus_group_mean_on_sampled_tokens() -> None:
     made = advantages(group(episode(1.0, [0, 1, 1]), episode(0.0, [0, 1, 0, 1]), episode(0.5, [0, 1])))
-    assert [s.advantages.tolist() for s in made] == [[0, 0.5, 0.5], [0, -0.5, 0, -0.5], [0, 0]]
-    assert all(s.advantages.dtype == np.float32 for s in made)
+    assert [a.tolist() for a in made] == [[0, 0.5, 0.5], [0, -0.5, 0, -0.5], [0, 0]]
+    assert all(a.dtype == np.float32 for a in made)
+
+
+def test_the_samples_are_weighed_by_the_advantages_that_the_groups_come_back_with() -> None:
+    failed = episode(9.0, [0, 1, 1, 1], status="failed")
+    given = [group(episode(1.0, [0, 1], [0, 0, 1]), failed, episode(0.0, [0, 1, 1])), group(episode(None), id=1)]
+    groups, samples, _ = weigh(given, AlgorithmConfig())
+    trained = [s for g in groups for e in g.episodes if e.valid for s in e.samples]
+    assert [(4 * s.pg_weight).tolist() for s in samples] == [s.advantages.tolist() for s in trained]
+    assert [(g.id, [(e.reward, e.status) for e in g.episodes]) for g in groups] == [
+        (g.id, [(e.reward, e.status) for e in g.episodes]) for g in given
+    ]
+    assert groups[0].episodes[1] is failed  # what is not trained on has no advantage
+    assert groups[1] is given[1]
 
 
 def test_weights_are_divided_by_the_sampled_tokens_of_the_whole_batch() -> None:
@@ -80,7 +97,7 @@ def test_truncated_episodes_are_trained_on() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.floats(-1e6, 1e6), st.integers(1, 40))
 def test_equal_rewards_give_exactly_zero(reward: float, episodes: int) -> None:
-    samples, stats = train_samples([group(*[episode(reward)] * episodes)], AlgorithmConfig())
+    _, samples, stats = weigh([group(*[episode(reward)] * episodes)], AlgorithmConfig())
     assert len(samples) == episodes
     assert all(not s.pg_weight.any() for s in samples)
     assert stats["groups/zero_variance"] == 1
@@ -93,13 +110,13 @@ def test_the_order_of_groups_changes_no_weight(rewards: list[list[float]], rando
     shuffled = list(groups)
     random.shuffle(shuffled)
     assert sorted(weights(*groups)) == sorted(weights(*shuffled))
-    assert all(math.isclose(sum(a for s in advantages(g) for a in s.advantages[1:2]), 0, abs_tol=1e-4) for g in groups)
+    assert all(math.isclose(sum(a for s in advantages(g) for a in s[1:2]), 0, abs_tol=1e-4) for g in groups)
 
 
 def test_a_reward_is_never_allowed_to_be_nan() -> None:
     for value in (math.nan, math.inf, -math.inf, 1e300):
         with pytest.raises(ValueError, match=r"group 3 \(reverse task 7\) has a reward of .*RewardError"):
-            train_samples([group(episode(0.0), episode(value), id=3)], AlgorithmConfig())
+            weigh([group(episode(0.0), episode(value), id=3)], AlgorithmConfig())
 
 
 def test_statistics() -> None:
@@ -107,7 +124,7 @@ def test_statistics() -> None:
         group(episode(1.0, [0, 1, 1]), episode(0.0), episode(None), episode(None, status="timeout")),
         group(episode(1.0), episode(1.0, status="truncated"), episode(0.0, status="failed"), id=1),
     ]
-    _, stats = train_samples(groups, AlgorithmConfig())
+    _, _, stats = weigh(groups, AlgorithmConfig())
     assert stats == {
         "episodes/total": 7,
         "episodes/ok": 3,
@@ -124,11 +141,11 @@ def test_statistics() -> None:
 
 
 def test_a_batch_without_a_valid_episode_is_empty_not_nan() -> None:
-    samples, stats = train_samples([group(episode(None))], AlgorithmConfig())
+    _, samples, stats = weigh([group(episode(None))], AlgorithmConfig())
     assert samples == []
     assert "reward/mean" not in stats
     assert all(math.isfinite(v) for v in stats.values())
 
 
 def test_found_by_name() -> None:
-    assert ALGORITHMS[AlgorithmConfig().type] is train_samples
+    assert ALGORITHMS[AlgorithmConfig().type] is weigh
