@@ -27,6 +27,8 @@ def _pack_array(value: Any) -> msgspec.msgpack.Ext:
         )
     if value.dtype.hasobject:
         raise TypeError("cannot send an array of Python objects")
+    if value.dtype.kind == "V":  # its short name on the wire would not bring the fields back
+        raise TypeError(f"cannot send an array of {value.dtype}: send a dict of plain arrays, one per field")
     descr = value.dtype.str.encode()
     header = struct.pack(f"<BB{value.ndim}q", len(descr), value.ndim, *value.shape)
     return msgspec.msgpack.Ext(ARRAY_CODE, header + descr + np.ascontiguousarray(value).tobytes())
@@ -39,11 +41,11 @@ def _unpack_array(code: int, data: memoryview) -> np.ndarray:
     shape = struct.unpack_from(f"<{ndim}q", data, 2)
     start = 2 + 8 * ndim
     dtype = np.dtype(bytes(data[start : start + descr_length]).decode())
-    return np.frombuffer(data, dtype=dtype, offset=start + descr_length).reshape(shape)
+    return np.frombuffer(data.toreadonly(), dtype=dtype, offset=start + descr_length).reshape(shape)
 
 
 def encode(message: Any) -> bytes:
-    """Any message as bytes. TypeError for what cannot travel."""
+    """Any message as bytes. TypeError for what cannot travel, OverflowError for integers beyond 64 bits."""
     return msgspec.msgpack.encode(message, enc_hook=_pack_array)
 
 
