@@ -18,9 +18,10 @@ import numpy as np
 ARRAY_CODE = 1
 
 
-def _pack_array(value: Any) -> msgspec.msgpack.Ext:
-    if isinstance(value, np.generic):
-        value = np.asarray(value)
+def _pack(value: Any) -> Any:
+    """What msgspec does not know: numpy's scalars become plain numbers, its arrays an extension."""
+    if isinstance(value, np.generic) and isinstance(number := value.item(), bool | int | float | str):
+        return number
     if not isinstance(value, np.ndarray):
         raise TypeError(
             f"cannot send a {type(value).__name__}: messages hold numbers, text, lists, dicts and numpy arrays"
@@ -46,7 +47,7 @@ def _unpack_array(code: int, data: memoryview) -> np.ndarray:
 
 def encode(message: Any) -> bytes:
     """Any message as bytes. TypeError for what cannot travel, OverflowError for integers beyond 64 bits."""
-    return msgspec.msgpack.encode(message, enc_hook=_pack_array)
+    return msgspec.msgpack.encode(message, enc_hook=_pack)
 
 
 def decode(data: bytes | bytearray | memoryview, type: Any = Any) -> Any:

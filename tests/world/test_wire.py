@@ -68,10 +68,12 @@ def test_arrays_that_are_not_contiguous_arrive(array, data):
     assert_same(decode(encode(view)), view)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "int8", "uint64", "bool"])
-def test_numpy_scalars_arrive_as_arrays_without_dimensions(dtype):
-    number = np.dtype(dtype).type(1)
-    assert_same(decode(encode([number])), [np.asarray(number)])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "uint64", "bool"])
+def test_numpy_scalars_arrive_as_plain_numbers(dtype):
+    """So that a field of type float may be given one."""
+    number = np.dtype(dtype).type(1.1)
+    assert_same(decode(encode({"loss": number})), {"loss": number.item()})
+    assert decode(encode([number]), list[type(number.item())]) == [number.item()]
 
 
 def test_arrays_cost_a_header_and_their_bytes():
@@ -94,11 +96,22 @@ def test_decoded_arrays_share_the_received_bytes():
         (object(), "a object"),
         ({"x": [lambda: 0]}, "a function"),
         (1j, "a complex"),
+        (np.complex64(1j), "a complex64"),
+        (np.longdouble(1), "a longdouble"),
         (np.array([None]), "Python objects"),
         (np.zeros(2, dtype=[("a", "i4"), ("b", "f4")]), "one per field"),
         (np.zeros(2, dtype="V4"), "one per field"),
     ],
-    ids=["object", "function", "complex", "array of objects", "structured array", "raw bytes array"],
+    ids=[
+        "object",
+        "function",
+        "complex",
+        "complex64",
+        "longdouble",
+        "array of objects",
+        "structured array",
+        "raw bytes array",
+    ],
 )
 def test_what_cannot_travel_says_so(thing, says):
     with pytest.raises(TypeError, match=says):
