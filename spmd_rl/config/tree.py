@@ -87,6 +87,7 @@ class SamplingConfig:
     max_tokens: int = 256  # new tokens per generation
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
+    ignore_eos: bool = False  # go on to max_tokens whatever is sampled
 
 
 @dataclass(frozen=True)

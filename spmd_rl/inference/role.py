@@ -191,4 +191,5 @@ class ReplicaRank:
         now = time.monotonic()
         if now - self._told_load >= LOAD_EVERY_S:
             self._told_load = now
-            self._tell(EngineLoad(self._world.rank, self._engine.steps, self._engine.step_s, self._engine.tokens))
+            engine = self._engine
+            self._tell(EngineLoad(self._world.rank, engine.steps, engine.step_s, engine.tokens, time.process_time()))

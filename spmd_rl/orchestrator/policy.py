@@ -62,7 +62,7 @@ class RolloutPolicy:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 seed=self._seed,
-                stop_token_ids=self._stops,
+                stop_token_ids=[] if sampling.ignore_eos else self._stops,
                 salt=self._salt,
             )
         except BaseException:

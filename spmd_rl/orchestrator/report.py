@@ -34,7 +34,7 @@ class Report:
         self._config, self._link, self._metrics, self._progress = config, link, metrics, progress
         self._decode = decode
         self._folder = Path(config.output_dir)
-        self._at, self._tokens, self._busy_s = time.monotonic(), 0, 0.0
+        self._at, self._tokens, self._busy_s, self._cpu_s = time.monotonic(), 0, 0.0, {}
         self.evaluations: list[dict[str, Any]] = []
         self.rewards: list[float] = []
 
@@ -70,6 +70,7 @@ class Report:
             "time/step_s": step_s,
             "perf/trainer_tokens_per_s": tokens / trained.metrics["time/train_s"],
             **self._engine_figures(step_s),
+            **self._cpu_figures(),
         }
         self.rewards.append(batch.stats["reward/mean"])
         self._log(record)
@@ -95,6 +96,15 @@ class Report:
             "perf/engine_tokens_per_s": tokens / step_s,
             "perf/engine_busy": min(1.0, busy / step_s / self._link.replicas),
         }
+
+    def _cpu_figures(self) -> dict[str, float]:
+        """CPU seconds, all threads, since the last step: of this process, and of the engine leaders together."""
+        now = {
+            "cpu/orchestrator_s": time.process_time(),
+            "cpu/engines_s": sum(load.cpu_s for load in self._link.loads.values()),
+        }
+        before, self._cpu_s = self._cpu_s, now
+        return {name: seconds - before.get(name, seconds) for name, seconds in now.items()}
 
     def _lap(self) -> float:
         now = time.monotonic()

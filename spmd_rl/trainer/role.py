@@ -109,9 +109,10 @@ class TrainerRank:
         recipe = config.warmup if order.phase == "warmup" else config.trainer
         steps = config.warmup.steps if order.phase == "warmup" else config.max_steps
         lr = learning_rate(order.step - 1, recipe.optim, recipe.scheduler, steps)
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         metrics = self._learner.step([Row(**columns) for columns in order.rows], lr)
         metrics |= {"time/train_s": time.perf_counter() - started, "time/wait_s": waited_s}
+        metrics["cpu/trainer_s"] = time.process_time() - cpu
         self.tell(Trained(order.step, order.phase, metrics))
 
     def _send(self, order: Send) -> None:

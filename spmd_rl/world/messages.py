@@ -104,6 +104,7 @@ class EngineLoad(Message, frozen=True):
     steps: int
     step_s: float
     tokens: int  # generated
+    cpu_s: float  # of the whole process, all threads
 
 
 class Trained(Message, frozen=True):

@@ -94,6 +94,7 @@ class Sender:
 
     def _run(self) -> None:
         try:
+            _use(self._device)
             _broadcast_bytes(self.plan.encode(), self._group, self._device)
             while (item := self._queue.get()) is not None:
                 bucket, version = item
@@ -164,6 +165,7 @@ class Receiver:
 
     def _run(self) -> None:
         try:
+            _use(self._device)
             plans = [_receive_bytes(group, self._device) for group in self._groups]
             if len(set(plans)) != 1:
                 raise WeightsError("the trainer ranks disagree about the bucket plan")
@@ -189,6 +191,11 @@ class Receiver:
             bucket.verify(buffer, version)
         self._version = version
         self.receive_s = time.perf_counter() - started
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a new thread begins on device 0, whatever the main thread chose
 
 
 def _broadcast_number(number: int, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -22,11 +22,15 @@ def main(json_path: str | None = None) -> dict[str, Any]:
     megabytes = report["bytes"] / 1e6
     print(f"{megabytes:.0f} MB, float32, gloo on loopback; medians of {report['rounds']} pulls")
     print(f"raw broadcast        {report['raw_s']:.3f} s  {megabytes / report['raw_s']:,.0f} MB/s")
-    print(f"pull, idle engine    {report['idle_s']:.3f} s  ratio {report['idle_ratio']:.2f} (target {TARGETS['idle_ratio']})")
+    print(
+        f"pull, idle engine    {report['idle_s']:.3f} s  ratio {report['idle_ratio']:.2f} (target {TARGETS['idle_ratio']})"
+    )
     print(f"pull, busy engine    {report['busy_s']:.3f} s  ratio {report['busy_ratio']:.2f}")
     print(
         f"engine step          {report['step_s'] * 1e3:.1f} ms alone, {report['step_pull_s'] * 1e3:.1f} ms during a pull: "
         f"x {report['busy_slowdown']:.2f} (target {TARGETS['busy_slowdown']}), worst {report['busy_worst']:.2f}"
     )
-    print(f"swap stops the engine for {report['swap_s'] * 1e3:.0f} ms; a memcpy of the bytes takes {report['memcpy_s'] * 1e3:.0f} ms")
+    print(
+        f"swap stops the engine for {report['swap_s'] * 1e3:.0f} ms; a memcpy of the bytes takes {report['memcpy_s'] * 1e3:.0f} ms"
+    )
     return finish({"targets": TARGETS, **report}, json_path)
