@@ -43,6 +43,11 @@ class Mesh:
         deployment, tp = config.deployment, config.inference.tp
         free = world_size - 1
         train, infer = deployment.train_ranks, deployment.infer_ranks
+        if infer % tp:  # no number of processes helps
+            raise MeshError(
+                f"deployment.infer_ranks = {infer} is not a multiple of inference.tp = {tp}: a replica takes "
+                f"tp ranks. Set infer_ranks to {-(-infer // tp) * tp}, or change tp."
+            )
         if not train and not infer:
             infer = max(tp, (free - free // 2) // tp * tp)
         if not infer:
@@ -53,8 +58,8 @@ class Mesh:
             raise MeshError(
                 f"{world_size} ranks do not fit: 1 orchestrator + {train} trainer + {infer} inference ranks "
                 f"(deployment.train_ranks = {deployment.train_ranks}, deployment.infer_ranks = "
-                f"{deployment.infer_ranks}, inference.tp = {tp}). Start {cls.smallest(config)} processes, or change these "
-                f"keys so that 1 + train_ranks + infer_ranks = {world_size} with infer_ranks a multiple of tp."
+                f"{deployment.infer_ranks}, inference.tp = {tp}). Start {cls.smallest(config)} processes, or change "
+                f"these keys so that 1 + train_ranks + infer_ranks = {world_size} with infer_ranks a multiple of tp."
             )
         engines = range(1 + train, world_size)
         replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer, tp))

@@ -1,0 +1,137 @@
+"""The mesh: every rank has one role, groups come in one order, and a world that does not fit names its keys."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.config.tree import Config, DeploymentConfig, InferenceConfig
+from spmd_rl.world.mesh import GroupSpec, Mesh, MeshError
+
+
+def deployed(train: int = 0, infer: int = 0, tp: int = 1) -> Config:
+    return Config(deployment=DeploymentConfig(train_ranks=train, infer_ranks=infer), inference=InferenceConfig(tp=tp))
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> tuple[int, int, int]:
+    """(train ranks, inference ranks, tp) that make a mesh."""
+    tp = draw(st.integers(1, 8))
+    return draw(st.integers(1, 16)), tp * draw(st.integers(1, 8)), tp
+
+
+def assert_is_a_mesh(mesh: Mesh, world_size: int, tp: int) -> None:
+    roles = [mesh.role(rank) for rank in range(world_size)]
+    assert roles == ["orchestrator"] + ["trainer"] * len(mesh.trainers) + ["inference"] * len(mesh.inference)
+    assert (0, *mesh.trainers, *mesh.inference) == tuple(range(world_size))
+    assert mesh.trainers and mesh.replicas
+    for index, replica in enumerate(mesh.replicas):
+        assert len(replica) == tp
+        assert {mesh.replica_of(rank) for rank in replica} == {index}
+
+
+@given(deployments(), st.sampled_from(["both", "train", "infer"]))
+@settings(max_examples=100, deadline=None)
+def test_every_rank_has_one_role(deployment, given_keys):
+    train, infer, tp = deployment
+    config = deployed(train * (given_keys != "infer"), infer * (given_keys != "train"), tp)
+    mesh = Mesh.build(config, 1 + train + infer)
+    assert_is_a_mesh(mesh, 1 + train + infer, tp)
+    assert (len(mesh.trainers), len(mesh.inference)) == (train, infer)
+
+
+@given(st.integers(1, 8), st.integers(0, 100))
+@settings(max_examples=100, deadline=None)
+def test_derived_roles_halve_the_ranks(tp, more):
+    """Half of the ranks after rank 0 train, rounded down; what tensor parallelism leaves over trains too."""
+    free = 1 + tp + more
+    mesh = Mesh.build(deployed(tp=tp), 1 + free)
+    assert_is_a_mesh(mesh, 1 + free, tp)
+    surplus = len(mesh.trainers) - free // 2
+    assert 0 <= surplus < tp or len(mesh.replicas) == 1
+
+
+@given(deployments())
+@settings(max_examples=50, deadline=None)
+def test_groups(deployment):
+    train, infer, tp = deployment
+    mesh = Mesh.build(deployed(train, infer, tp), 1 + train + infer)
+    engines = tuple(range(1 + train, 1 + train + infer))
+    expected = {
+        "ctl": (0, 1, *engines[::tp]),
+        "data": (0, *range(1, 1 + train)),
+        "trainer": tuple(range(1, 1 + train)),
+    }
+    expected |= {f"weights/{i}": (1 + i, *engines) for i in range(train)}
+    for i in range(infer // tp):
+        expected |= {f"replica/{i}": engines[i * tp : (i + 1) * tp], f"replica_cmd/{i}": engines[i * tp : (i + 1) * tp]}
+    groups = mesh.groups()
+    assert {group.name: group.ranks for group in groups} == expected
+    assert len(groups) == len(expected)
+    # A device group is nccl on accelerators; rank 0 has none.
+    assert all(group.carries == "host" for group in groups if 0 in group.ranks)
+    assert {group.name for group in groups if group.carries == "host"} == {"ctl", "data"} | {
+        name for name in expected if name.startswith("replica_cmd/")
+    }
+
+
+def test_one_order_of_groups_and_members():
+    """Every rank makes them in this order; another one on some ranks would hang the start."""
+    assert Mesh.build(deployed(2, 4, tp=2), 7).groups() == (
+        GroupSpec("ctl", (0, 1, 3, 5), "host"),
+        GroupSpec("data", (0, 1, 2), "host"),
+        GroupSpec("weights/0", (1, 3, 4, 5, 6), "device"),
+        GroupSpec("weights/1", (2, 3, 4, 5, 6), "device"),
+        GroupSpec("replica/0", (3, 4), "device"),
+        GroupSpec("replica_cmd/0", (3, 4), "host"),
+        GroupSpec("replica/1", (5, 6), "device"),
+        GroupSpec("replica_cmd/1", (5, 6), "host"),
+        GroupSpec("trainer", (1, 2), "device"),
+    )
+
+
+@given(st.integers(0, 6), st.integers(0, 9), st.integers(1, 4), st.integers(1, 20))
+@settings(max_examples=100, deadline=None)
+def test_a_world_fits_or_names_its_keys(train, infer, tp, world_size):
+    config = deployed(train, infer, tp)
+    try:
+        mesh = Mesh.build(config, world_size)
+    except MeshError as error:
+        for key in (f"deployment.infer_ranks = {infer}", f"inference.tp = {tp}"):
+            assert key in str(error)
+        if infer % tp == 0:
+            assert f"deployment.train_ranks = {train}" in str(error)
+            assert f"Start {Mesh.smallest(config)} processes" in str(error)
+    else:
+        assert_is_a_mesh(mesh, world_size, tp)
+        assert train in (0, len(mesh.trainers)) and infer in (0, len(mesh.inference))
+        assert Mesh.smallest(config) <= world_size
+
+
+@given(st.integers(0, 6), st.integers(0, 4), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_the_smallest_world_fits_and_no_smaller_one(train, replicas, tp):
+    config = deployed(train, replicas * tp, tp)
+    smallest = Mesh.smallest(config)
+    assert_is_a_mesh(Mesh.build(config, smallest), smallest, tp)
+    with pytest.raises(MeshError):
+        Mesh.build(config, smallest - 1)
+
+
+def test_no_number_of_ranks_fits_half_a_replica():
+    config = deployed(train=1, infer=3, tp=2)
+    for world_size in (4, 5, Mesh.smallest(config)):
+        with pytest.raises(MeshError, match=r"infer_ranks = 3 .* multiple of inference\.tp = 2") as raised:
+            Mesh.build(config, world_size)
+        assert "Start" not in str(raised.value)
+
+
+def test_a_description_for_people():
+    assert Mesh.build(deployed(1, 4, tp=2), 6).describe().splitlines() == [
+        "mesh of 6 ranks",
+        "  rank 0            orchestrator",
+        "  rank 1            trainer, dp_shard 1",
+        "  ranks 2-3         inference replica 0, tp 2",
+        "  ranks 4-5         inference replica 1, tp 2",
+    ]
