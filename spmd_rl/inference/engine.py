@@ -77,25 +77,27 @@ class Engine:
     def add(self, request: Generate) -> Refused | None:
         """Queue a request; `Refused` says why the engine will not take it."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError  # no ValueError: vLLM has its own hierarchy
         from vllm.sampling_params import RequestOutputKind
 
         salt = request.salt or f"v{self.version}"
-        params = SamplingParams(
-            temperature=request.temperature,
-            max_tokens=request.max_tokens,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=True,  # only the request's own stop tokens end it
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={SEED_KEY: request.seed},
-        )
         try:
+            self._check_vocabulary(request.tokens)
+            params = SamplingParams(
+                temperature=request.temperature,
+                max_tokens=request.max_tokens,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                stop_token_ids=request.stop_token_ids,
+                ignore_eos=True,  # only the request's own stop tokens end it
+                logprobs=0,
+                flat_logprobs=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args={SEED_KEY: request.seed},
+            )
             handle = self._submit(f"g{request.id}", request.tokens, salt, params, PRIORITY_ROLLOUT)
-        except (ValueError, TypeError) as error:
+        except (VLLMClientError, ValueError, TypeError) as error:
             return Refused(request.id, f"{type(error).__name__}: {error}")
         self._live[f"g{request.id}"] = _Request(request.id, handle, salt, [(0, self.version)])
         self._handles[request.id] = handle
@@ -158,6 +160,13 @@ class Engine:
             elif self._probe is not None and output.request_id in self._probe.handles:
                 events += self._probed(output)
         return events
+
+    def _check_vocabulary(self, tokens: np.ndarray) -> None:
+        """vLLM checks ids only where it has a tokenizer; a wrong one would end the whole engine."""
+        size = self._llm.model_config.get_vocab_size()
+        wrong = tokens[(tokens < 0) | (tokens >= size)]
+        if len(wrong):
+            raise ValueError(f"token ids {wrong[:5].tolist()} are outside the model's vocabulary of {size}")
 
     def _submit(self, name: str, tokens: np.ndarray, salt: str, params: Any, priority: int) -> str:
         self._arrivals += 1  # a counter, not the time, orders requests: ranks of a replica must agree
