@@ -19,6 +19,10 @@ import xxhash
 ALIGN_BYTES = 64  # tensors start on cache lines, and every dtype can be viewed in place
 TRAILER_BYTES = 16  # int64 version, int64 checksum
 
+# splitmix64's constants, as the signed 64-bit numbers that torch computes with
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+_FACTORS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+
 _WIRE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,6 +103,8 @@ class Plan:
             pieces, used = [], 0
 
         for name, shape, dtype in table:
+            if dtype not in _WIRE_DTYPES:
+                raise WeightsError(f"tensor {name!r} has dtype {dtype!r}; these travel: {', '.join(_WIRE_DTYPES)}")
             nbytes = torch.Size(shape).numel() * _WIRE_DTYPES[dtype].itemsize
             if used + nbytes > bucket_bytes:
                 close()
@@ -133,21 +139,31 @@ class Plan:
 
 
 def checksum(buffer: torch.Tensor) -> int:
-    """63 bits over the bytes of `buffer` (uint8, length a multiple of 8) in their order."""
+    """A number below 2^63 in size over the bytes of `buffer` (uint8, length a multiple of 8) in their order."""
     if buffer.device.type == "cpu":
         return xxhash.xxh3_64_intdigest(memoryview(buffer.numpy())) >> 1
-    return weighted_sum(buffer)
+    return device_checksum(buffer)
 
 
-def weighted_sum(buffer: torch.Tensor, chunk_words: int = 1 << 22) -> int:
-    """The checksum for device memory: sum of words times odd, position-dependent factors, modulo 2^63.
+def device_checksum(buffer: torch.Tensor, chunk_words: int = 1 << 22) -> int:
+    """The checksum for device memory: the sum of all words, each mixed with its position, as a signed 64-bit number.
 
-    Odd factors make every single changed bit visible; different factors make swapped words visible.
+    Each word is one state of splitmix64 (Steele, Lea, Flood 2014), `word + position * gamma`, and goes through its
+    finalizer. That is a bijection for a given position, so every change inside one word is visible. (A plain weighted
+    sum is linear: it does not see two tensors swapped that hold the same words in another order.)
     """
     words = buffer.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=buffer.device)
     for start in range(0, words.numel(), chunk_words):
         part = words[start : start + chunk_words]
         position = torch.arange(start, start + part.numel(), dtype=torch.int64, device=buffer.device)
-        total += (part * ((position * 0x9E3779B97F4A7C1) | 1)).sum()
-    return int(total) & (2**63 - 1)
+        mixed = part + position * _GAMMA
+        mixed = _shift_xor(mixed, 30) * _FACTORS[0]
+        mixed = _shift_xor(mixed, 27) * _FACTORS[1]
+        total += _shift_xor(mixed, 31).sum()
+    return int(total)
+
+
+def _shift_xor(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """`words ^ (words >> bits)` as for unsigned words; torch's shift of int64 brings the sign in."""
+    return words ^ ((words >> bits) & ((1 << (64 - bits)) - 1))
