@@ -1,7 +1,7 @@
 """Benchmarks: `python tools/bench.py {engine,e2e,trainer,weights,pack} [--json FILE]`.
 
-Each compares us with the raw limit or a peer in the same run and prints ratios; absolute times belong to the machine. One
-part is one file in `bench_parts/`, with a `main(json_path)`.
+Each compares us with the raw limit or a peer in the same run and prints ratios; absolute times belong to the machine.
+One part is one file in `bench_parts/`, with a `main(json_path)`.
 """
 
 from __future__ import annotations

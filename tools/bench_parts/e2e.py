@@ -1,7 +1,7 @@
 """Whole optimizer steps of RL against sampling alone and training alone, in the same processes and the same run.
 
-Asynchronous RL is worth its name when a step takes hardly longer than the slower of the two. Qwen3 of 3.2 M parameters, 16
-tasks × 8 rollouts, 32 and 128 new tokens, float32, one thread per role, three ranks.
+Asynchronous RL is worth its name when a step takes hardly longer than the slower of the two. Qwen3 of 3.2 M parameters,
+16 tasks × 8 rollouts, 32 and 128 new tokens, float32, one thread per role, three ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generation through the full path (rank 0's link, ticks, our engine wrapper and noise) against raw vLLM in one run.
 
-Both sides use one engine in one process with the same arguments and the same requests; raw is `add_request` and `step` in a
-loop with vLLM's own sampler. Rounds alternate, so a machine that speeds up or slows down does so for both.
+Both sides use one engine in one process with the same arguments and the same requests; raw is `add_request` and `step`
+in a loop with vLLM's own sampler. Rounds alternate, so a machine that speeds up or slows down does so for both.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def main(json_path: str | None = None) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             cases[name] = run_ranks("engine_ranks.py", 3, make_model(folder, **sizes))
         case = cases[name]
+        verdict = "met" if case["ratio"] >= TARGET else "MISSED"
         print(
             f"{name}: {case['requests']} requests x {case['new_tokens']} tokens: full path {case['full']:,.0f} tok/s, "
-            f"raw vLLM {case['raw']:,.0f}, ratio {case['ratio']:.3f} ({'met' if case['ratio'] >= TARGET else 'MISSED'}: "
-            f"target {TARGET}), per round {case['ratios']}"
+            f"raw vLLM {case['raw']:,.0f}, ratio {case['ratio']:.3f} ({verdict}), rounds {case['ratios']}"
         )
     return finish({"target_ratio": TARGET, "cases": cases}, json_path)

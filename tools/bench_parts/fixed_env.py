@@ -1,4 +1,4 @@
-"""An environment of known size for benchmarks: random prompts, answers of exactly the configured length, a cheap reward."""
+"""An environment of known size for benchmarks: random prompts, answers of exactly the configured length."""
 
 from __future__ import annotations
 

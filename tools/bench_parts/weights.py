@@ -19,18 +19,15 @@ def main(json_path: str | None = None) -> dict[str, Any]:
     """Print and return the figures."""
     with tempfile.TemporaryDirectory() as folder:
         report = run_ranks("weights_ranks.py", 2, make_model(folder, **SIZES))
-    megabytes = report["bytes"] / 1e6
-    print(f"{megabytes:.0f} MB, float32, gloo on loopback; medians of {report['rounds']} pulls")
-    print(f"raw broadcast        {report['raw_s']:.3f} s  {megabytes / report['raw_s']:,.0f} MB/s")
+    megabytes, ms = report["bytes"] / 1e6, 1e3
+    r = report
+    print(f"{megabytes:.0f} MB, float32, gloo on loopback; medians of {r['rounds']} pulls")
+    print(f"raw broadcast      {r['raw_s']:.3f} s  {megabytes / r['raw_s']:,.0f} MB/s")
+    print(f"pull, idle engine  {r['idle_s']:.3f} s  ratio {r['idle_ratio']:.2f} (target {TARGETS['idle_ratio']})")
+    print(f"pull, busy engine  {r['busy_s']:.3f} s  ratio {r['busy_ratio']:.2f}")
     print(
-        f"pull, idle engine    {report['idle_s']:.3f} s  ratio {report['idle_ratio']:.2f} (target {TARGETS['idle_ratio']})"
+        f"engine step        {r['step_s'] * ms:.1f} ms alone, {r['step_pull_s'] * ms:.1f} ms during a pull: "
+        f"x {r['busy_slowdown']:.2f} (target {TARGETS['busy_slowdown']}), worst x {r['busy_worst']:.2f}"
     )
-    print(f"pull, busy engine    {report['busy_s']:.3f} s  ratio {report['busy_ratio']:.2f}")
-    print(
-        f"engine step          {report['step_s'] * 1e3:.1f} ms alone, {report['step_pull_s'] * 1e3:.1f} ms during a pull: "
-        f"x {report['busy_slowdown']:.2f} (target {TARGETS['busy_slowdown']}), worst {report['busy_worst']:.2f}"
-    )
-    print(
-        f"swap stops the engine for {report['swap_s'] * 1e3:.0f} ms; a memcpy of the bytes takes {report['memcpy_s'] * 1e3:.0f} ms"
-    )
+    print(f"the swap stops the engine for {r['swap_s'] * ms:.0f} ms; a memcpy takes {r['memcpy_s'] * ms:.0f} ms")
     return finish({"targets": TARGETS, **report}, json_path)

@@ -1,4 +1,4 @@
-"""The ranks of `bench weights`: rank 0 trains nothing and sends, rank 1 holds an engine. Arguments: model, result file."""
+"""The ranks of `bench weights`: rank 0 sends, rank 1 holds an engine. Arguments: model folder, result file."""
 
 from __future__ import annotations
 
