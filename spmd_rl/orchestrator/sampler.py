@@ -59,11 +59,13 @@ class Sampler:
         self._wanted = services.config.max_steps * (orchestrator.batch_size // orchestrator.group_size)
         self._ratios = [source.ratio for source in orchestrator.source]
         self._drawn = [0] * len(envs)  # tasks drawn per source: the data cursors
+        self._version = 0  # on the engines
         self._finished: dict[int, Group] = {}
         self._changed = asyncio.Event()
 
     def admit(self, version: int) -> None:
         """Open as many groups as the window has room for, with `version` on the engines."""
+        self._version = version
         while self._wanted > 0 and self._window.can_admit() > 0:
             self._wanted -= 1
             group = self._window.admit(version)
@@ -93,7 +95,7 @@ class Sampler:
         else:
             self._window.drop(id)
             self._wanted += 1
-            self.admit(version)
+            self.admit(self._version)
         self._changed.set()
 
     async def _run_rollout(self, env: Environment, task, group: int, sample: int) -> Episode:
