@@ -11,7 +11,6 @@ It refuses to know about torch, processes and vLLM; it speaks through a `Link`.
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -150,13 +149,14 @@ class Loop:
 
 async def watch_progress(link: Link, stall_s: float, beat, period_s: float = 0.1) -> None:
     """Tell the watchdog that the event loop turns; raise `Stalled` when nothing at all came in for `stall_s`."""
-    heard, at = link.heard, time.monotonic()
+    clock = asyncio.get_running_loop()
+    heard, at = link.heard, clock.time()
     while True:
         await asyncio.sleep(period_s)
         beat()
         if link.heard != heard:
-            heard, at = link.heard, time.monotonic()
-        elif time.monotonic() - at > stall_s:
+            heard, at = link.heard, clock.time()
+        elif clock.time() - at > stall_s:
             raise Stalled(
                 f"no rollout, no step and no pull for {stall_s:g} s (deadlines.stall_s); "
                 f"{link.waiting} generations are outstanding"
