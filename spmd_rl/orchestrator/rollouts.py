@@ -1,7 +1,8 @@
 """Run rollouts: one environment, one task, one policy, under a deadline; failures become data.
 
-A rollout that raises, times out or returns a reward that is no finite number is a failed episode with a
-`RewardError`: never a zero. Failures are counted; past the configured rate the run stops and shows the first ones.
+A rollout that raises, times out, or returns what could not be trained on is a failed episode with a `RewardError`:
+never a zero, and never the end of the run. Failures are counted; past the configured rate the run stops and shows the
+first ones.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import traceback
 from collections import Counter, deque
 from dataclasses import replace
 
+import numpy as np
+
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment, Policy
-from spmd_rl.rollouts.types import Episode, Reward, RewardError, Status, Task
+from spmd_rl.rollouts.types import Episode, Reward, RewardError, Sample, Status, Task
 
 RECENT = 64  # rollouts over which the error rate is taken; before that many, over all of them
 FEWEST = 8  # rollouts before the rate means anything
@@ -29,7 +32,7 @@ class Rollouts:
     """Runs rollouts and keeps count of how they ended."""
 
     def __init__(self, config: Config) -> None:
-        self._deadline_s = config.deadlines.env_s
+        self._deadline_s, self._seq_len = config.deadlines.env_s, config.seq_len
         self._max_error_rate = config.orchestrator.max_error_rate
         self._recent: deque[bool] = deque(maxlen=max(RECENT, config.orchestrator.batch_size))
         self._first: list[str] = []
@@ -39,35 +42,43 @@ class Rollouts:
         """One episode. TooManyFailures when the error rate is above the limit."""
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._deadline_s):
-                episode = _checked(await env.rollout(task, policy), task)
-        except TimeoutError:
-            why = f"no result within deadlines.env_s = {self._deadline_s:g} s"
-            episode = Episode(task, (), RewardError(why), status="timeout")
+            async with asyncio.timeout(self._deadline_s) as deadline:
+                episode = _checked(await env.rollout(task, policy), task, self._seq_len)
+        except asyncio.CancelledError as error:
+            if asyncio.current_task().cancelling():
+                raise  # the run ends
+            episode = _failed(task, error)  # something inside the environment was cancelled
+        except TimeoutError as error:
+            late = f"no result within deadlines.env_s = {self._deadline_s:g} s"
+            own = not deadline.expired()
+            episode = _failed(task, error) if own else Episode(task, (), RewardError(late), status="timeout")
         except Exception as error:
-            why = "".join(traceback.format_exception(error))
-            episode = Episode(task, (), RewardError(why), status="failed")
+            episode = _failed(task, error)
         self._count(episode)
         return replace(episode, seconds=time.monotonic() - started)
 
     def _count(self, episode: Episode) -> None:
         self.statuses[episode.status] += 1
-        failed = isinstance(episode.reward, RewardError)
-        self._recent.append(failed)
-        if not failed:
+        self._recent.append(not episode.valid)
+        if episode.valid:
             return
         if len(self._first) < 3:
-            self._first.append(f"task {episode.task.source} #{episode.task.index}: {episode.reward.why}")
-        rate = sum(self._recent) / len(self._recent)
-        if len(self._recent) >= FEWEST and rate > self._max_error_rate:
+            error = isinstance(episode.reward, RewardError)
+            why = episode.reward.why if error else f"the environment gave it the status {episode.status}"
+            self._first.append(f"task {episode.task.source} #{episode.task.index}: {why}")
+        failed, count = sum(self._recent), len(self._recent)
+        if count >= FEWEST and failed > self._max_error_rate * count:
             raise TooManyFailures(
-                f"{rate:.0%} of the last {len(self._recent)} rollouts failed "
-                f"(orchestrator.max_error_rate = {self._max_error_rate:g}). The first ones:\n\n"
-                + "\n".join(self._first)
+                f"{failed} of the last {count} rollouts failed, more than orchestrator.max_error_rate = "
+                f"{self._max_error_rate:g} allows. The first ones:\n\n" + "\n".join(self._first)
             )
 
 
-def _checked(episode: Episode, task: Task) -> Episode:
+def _failed(task: Task, error: BaseException) -> Episode:
+    return Episode(task, (), RewardError("".join(traceback.format_exception(error))), status="failed")
+
+
+def _checked(episode: Episode, task: Task, seq_len: int) -> Episode:
     """What an environment returned, or an error that says what is wrong with it."""
     if not isinstance(episode, Episode):
         raise TypeError(f"the environment returned {type(episode).__name__}, not an Episode")
@@ -76,4 +87,26 @@ def _checked(episode: Episode, task: Task) -> Episode:
         return replace(episode, reward=RewardError(f"the reward is {reward.value}"), status="failed")
     if not isinstance(reward, Reward | RewardError):
         raise TypeError(f"the episode's reward is {type(reward).__name__}; return Reward(number) or RewardError(why)")
+    for sample in episode.samples:
+        _check_sample(sample, seq_len)
+    if episode.valid and not any(sample.mask.any() for sample in episode.samples):
+        raise ValueError(
+            "the episode has a reward, but no sampled token: return RewardError(why) when nothing was done"
+        )
     return replace(episode, task=task)
+
+
+def _check_sample(sample: Sample, seq_len: int) -> None:
+    """ValueError or TypeError unless the sample keeps the invariants of `Sample` and fits into a row."""
+    if not isinstance(sample, Sample):
+        raise TypeError(f"the episode's samples hold a {type(sample).__name__}, not a Sample")
+    count = len(sample.tokens)
+    columns = ("mask", "logprobs", "versions", "temperatures")
+    if wrong := {name: len(getattr(sample, name)) for name in columns if len(getattr(sample, name)) != count}:
+        raise ValueError(f"a sample of {count} tokens has columns of other lengths: {wrong}")
+    if not 1 <= count <= seq_len:
+        raise ValueError(f"a sample has {count} tokens; it needs 1 to seq_len = {seq_len}: raise that, or end earlier")
+    if sample.mask[0]:
+        raise ValueError("the first token of a sample can't be a sampled one: start with the prompt")
+    if not np.isfinite(sample.logprobs).all():
+        raise ValueError("a sample has logprobs that are not finite; hand over the engine's as they are")
