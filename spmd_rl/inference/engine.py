@@ -20,7 +20,8 @@ import torch
 
 from spmd_rl.inference.build import model_runner
 from spmd_rl.inference.noise import SEED_KEY
-from spmd_rl.inference.swap import once, swap_weights
+from spmd_rl.inference.swap import checked, swap_weights
+from spmd_rl.models.hf_folder import tensor_shapes
 from spmd_rl.world.messages import Generate, Generated, Probed, Refused
 
 PRIORITY_ROLLOUT, PRIORITY_PROBE = 0, -1  # lower goes first: a probe must not wait behind queued rollouts
@@ -58,6 +59,7 @@ class Engine:
         self._llm, self._rank, self.version = llm, rank, version
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._runner = model_runner(llm)
+        self._shapes = tensor_shapes(llm.model_config.model)
         self._live: dict[str, _Request] = {}
         self._handles: dict[int, str] = {}
         self._probe: _Probe | None = None
@@ -136,9 +138,10 @@ class Engine:
     def swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], names: list[str]) -> None:
         """Replace the weights between two steps; requests in flight go on with them on their old KV cache.
 
-        WeightsError when `tensors` are not exactly `names`, or do not cover the engine's model.
+        WeightsError when `tensors` are not exactly `names`, have other shapes than the model folder's, or do not cover
+        the engine's model.
         """
-        swap_weights(self._runner, once(tensors, names))
+        swap_weights(self._runner, checked(tensors, names, self._shapes))
         self.version = version
         for request in self._live.values():
             done = self._scheduler.requests[request.handle].num_output_tokens

@@ -17,7 +17,7 @@ from torch import nn
 
 from spmd_rl.models.attention import resolve_backend
 from spmd_rl.models.hf_config import HELP, read_config, resolve
-from spmd_rl.models.hf_folder import export, read_tensors, tensor_names
+from spmd_rl.models.hf_folder import export, read_tensors, tensor_shapes
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.qwen3 import Qwen3
 
@@ -157,7 +157,7 @@ def _quiet() -> Iterator[None]:
 @torch.no_grad()
 def _load_hf(model: HFModel, folder: str) -> None:
     """Through transformers' own loader, which knows the families whose files are laid out unlike their modules."""
-    tensor_names(folder)  # names damaged and missing files before transformers does
+    tensor_shapes(folder)  # names damaged and missing files before transformers does
     hf = model.hf
     strict = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both end in the report, judged below
     with _quiet():

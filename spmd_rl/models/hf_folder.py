@@ -33,9 +33,9 @@ def read_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
     return ((name, shard.get_tensor(name)) for name, shard in _open_shards(folder))
 
 
-def tensor_names(folder: str) -> list[str]:
-    """The names alone; raises what `read_tensors` raises, without reading values."""
-    return [name for name, _ in _open_shards(folder)]
+def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor; raises what `read_tensors` raises, without reading values."""
+    return {name: tuple(shard.get_slice(name).get_shape()) for name, shard in _open_shards(folder)}
 
 
 def _open_shards(folder: str) -> Iterator[tuple[str, Any]]:
