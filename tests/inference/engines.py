@@ -15,11 +15,14 @@ from spmd_rl.config.tree import Config, InferenceConfig, ModelConfig, OptimConfi
 from spmd_rl.inference.build import build_engine
 from spmd_rl.inference.engine import Engine
 from spmd_rl.models.packed import Documents
+from spmd_rl.rollouts.packing import pack
+from spmd_rl.rollouts.types import TrainSample
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.world.messages import Generate, Generated, Probed, Refused
 
 SEQ_LEN, VOCAB, LEARNING_RATE = 256, 265, 3e-4
 CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
 
 
 def make_config(folder: str, **vllm) -> Config:
@@ -85,10 +88,23 @@ def probe(engine: Engine, sequences: list[np.ndarray]) -> Probed:
                 return event
 
 
+def weights_of(learner: Learner) -> Tensors:
+    return {name: tensor.clone() for name, tensor in learner.full_tensors()}
+
+
 def load(engine: Engine, version: int, learner: Learner) -> None:
     """Swap the learner's weights in."""
-    tensors = [(name, tensor.clone()) for name, tensor in learner.full_tensors()]
-    engine.swap(version, tensors, [name for name, _ in tensors])
+    tensors = weights_of(learner)
+    engine.swap(version, tensors.items(), list(tensors))
+
+
+def take_step(learner: Learner, lr: float) -> None:
+    """One optimizer step on random sequences."""
+    ones = np.ones(30, dtype=np.float32)
+    weight = np.append(0, ones[1:] / 116).astype(np.float32)  # nothing predicts a first token
+    mask = (weight > 0).astype(np.uint8)
+    samples = [TrainSample(tokens, mask, 0 * ones, ones, 0 * ones, weight) for tokens in prompts(4, 30, seed=9)]
+    learner.step(pack(samples, 1, SEQ_LEN).rows[0], lr)
 
 
 @torch.no_grad()
