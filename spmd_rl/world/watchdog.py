@@ -26,7 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError, TCPStore
 
 PERIOD_S = 0.25
 EXIT_CODE = 1
@@ -126,9 +126,15 @@ class Watchdog:
             self._progress += 1
 
     def fail(self, error: BaseException) -> NoReturn:
-        """This rank failed: tell everybody, then leave. Callable from any thread."""
+        """This rank failed: tell everybody, then leave. Callable from any thread.
+
+        The error of a collective says that a peer is gone, so the judges first get the time to name that one.
+        """
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}"
+        if _is_of_a_collective(error) and self._thread.is_alive():
+            self._deadline_s = None
+            self._thread.join(self.heartbeat_s + 4 * PERIOD_S)  # which ends this process when there is a verdict
         self._condemn(Verdict(self.rank, self.rank, self.role, self._host, self._pid, self._stage, message, text))
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -211,25 +217,35 @@ class Watchdog:
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         with self._lock:  # never released: two threads must not report twice
+            _write_error_file(verdict, self.rank)
+            with contextlib.suppress(Exception):  # whatever the screen thinks of it, this process ends here
+                self.on_verdict(verdict.render())
+            # torchrun ends all ranks of a host when the first one is gone; until then all have read the verdict.
+            time.sleep(4 * PERIOD_S)
             accused = verdict.by != verdict.rank and verdict.pid not in (-1, self._pid)
             if accused and verdict.host == self._host:  # a rank that hangs does not read its verdict
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(verdict.pid, signal.SIGKILL)
-            _write_error_file(verdict)
-            with contextlib.suppress(Exception):  # whatever the screen thinks of it, this process ends here
-                self.on_verdict(verdict.render())
-            if verdict.pid == self._pid:
-                time.sleep(4 * PERIOD_S)  # let the others read the verdict before torchrun ends them
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(EXIT_CODE)
 
 
-def _write_error_file(verdict: Verdict) -> None:
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """True when torch.distributed raised this error or its cause. gloo's errors have no type, but its file names."""
+    while error is not None:
+        if isinstance(error, DistError) or "/gloo/" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _write_error_file(verdict: Verdict, rank: int) -> None:
     """torchelastic's format: torchrun prints the message and `py_callstack` of the first rank that failed."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    extra = {"py_callstack": verdict.render(), "timestamp": str(int(time.time()))}
+    timestamp = int(time.time()) - (rank == verdict.rank)  # torchrun's root cause is the earliest one
+    extra = {"py_callstack": verdict.render(), "timestamp": str(timestamp)}
     with contextlib.suppress(OSError):  # a full disk must not hide the reason, which is also on the screen
         Path(path).write_text(json.dumps({"message": {"message": verdict.render(), "extraInfo": extra}}))

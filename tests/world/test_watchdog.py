@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from spmd_rl.world.watchdog import Verdict, Watchdog, _Seen, _write_error_file
+from spmd_rl.world.pipe import PeerError
+from spmd_rl.world.watchdog import Verdict, Watchdog, _is_of_a_collective, _Seen, _write_error_file
 
 BLAMED = Verdict(3, 0, "trainer", "node-7", 4711, "engine step", "no sign of life for 31.2 s")
 
@@ -179,16 +182,32 @@ def test_a_verdict_for_people_ends_with_the_reason():
 
 def test_torchrun_reads_the_error_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    _write_error_file(BLAMED)
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
-    assert failure.message["message"] == failure.message["extraInfo"]["py_callstack"] == BLAMED.render()
-    assert failure.timestamp > 1_700_000_000
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
+    for rank in (0, BLAMED.rank):
+        _write_error_file(BLAMED, rank)
+        failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+        assert failure.message["message"] == failure.message["extraInfo"]["py_callstack"] == BLAMED.render()
+        # torchrun calls the earliest one the root cause: that is the rank that failed.
+        assert failure.timestamp == 1_800_000_000 - (rank == BLAMED.rank)
 
 
 @pytest.mark.parametrize("path", ["", "no/such/folder/error.json"])
 def test_an_error_file_that_cannot_be_written_hides_nothing(path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
-    _write_error_file(BLAMED)
+    _write_error_file(BLAMED, 0)
+
+
+def test_errors_of_collectives_are_told_from_others():
+    """They say that a peer is gone, so their rank is not the first one to blame."""
+    try:
+        try:
+            raise RuntimeError("[/src/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+        except RuntimeError as error:
+            raise PeerError("exchange with rank 3 failed") from error
+    except PeerError as error:
+        assert _is_of_a_collective(error) and _is_of_a_collective(error.__cause__)
+    assert _is_of_a_collective(DistNetworkError("reset"))
+    assert not _is_of_a_collective(RuntimeError("the loss is not a number"))
 
 
 def test_closing_a_watchdog_that_never_started_is_fine():
