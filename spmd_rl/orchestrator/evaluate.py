@@ -14,7 +14,7 @@ import numpy as np
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator.sampler import Services
 from spmd_rl.orchestrator.seeds import seed_of
-from spmd_rl.rollouts.types import Episode, Reward
+from spmd_rl.rollouts.types import Episode
 
 EVAL_IDS = 1 << 40  # ids of evaluation groups and rollouts start here, apart from training
 
@@ -47,15 +47,14 @@ async def evaluate(services: Services, envs: list[Environment], step: int) -> tu
 
 
 def _metrics(episodes: list[Episode], per_task: int) -> dict[str, float]:
-    greedy = [e.reward.value for e in episodes[::per_task] if isinstance(e.reward, Reward)]
-    sampled = [e.reward.value for i, e in enumerate(episodes) if i % per_task and isinstance(e.reward, Reward)]
+    greedy = [e.reward.value for e in episodes[::per_task] if e.valid]
+    sampled = [e.reward.value for i, e in enumerate(episodes) if i % per_task and e.valid]
     if not greedy and not sampled:
         raise RuntimeError("no rollout of the evaluation came to a reward")
-    versions = [s.versions[s.mask == 1] for e in episodes for s in e.samples]
-    stamped = np.concatenate(versions) if versions else np.zeros(1, dtype=np.int32)
+    stamped = np.concatenate([s.versions[s.mask == 1] for e in episodes for s in e.samples])
     metrics = {
         "eval/rollouts": float(len(episodes)),
-        "eval/failed": float(sum(not isinstance(e.reward, Reward) for e in episodes)),
+        "eval/failed": float(sum(not e.valid for e in episodes)),
         "eval/version_min": float(stamped.min()),
         "eval/version_max": float(stamped.max()),
     }
