@@ -30,12 +30,16 @@ def load_tokenizer(config: Config) -> Any:
 
     name = config.model.tokenizer or config.model.name
     try:
-        return AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        # For some models a folder without a tokenizer gives one that knows nothing, and no error.
+        if not tokenizer.encode("a", add_special_tokens=False):
+            raise ValueError("what is there makes no token of a letter")
     except Exception as error:  # transformers raises a dozen kinds for a damaged or missing tokenizer
         reason = str(error).strip().splitlines()[0]
         raise PreflightError(
             f"no tokenizer in {name!r} ({reason}): set model.tokenizer to a folder or Hub id that holds one"
         ) from error
+    return tokenizer
 
 
 def check_vocabulary(tokenizer: Any, model_config: dict[str, Any], config: Config) -> None:
