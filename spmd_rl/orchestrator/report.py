@@ -40,7 +40,7 @@ class Report:
 
     def start(self, phase: str, pull: dict[str, float] | None = None) -> None:
         """A phase begins; `pull` is what publishing its first version showed."""
-        self._at = time.monotonic()
+        self._count_from_here()
         if pull:
             self._log({"phase": "start", "step": 0, "version": 0, **pull})
             self._warn_mismatch(0, pull)
@@ -84,7 +84,8 @@ class Report:
         self.evaluations.append(record)
         self._log(record)
         self._write_samples("eval", step, episodes)
-        self._at = time.monotonic()
+        if step == 0:  # later ones run beside training: their time and tokens are those of the steps meanwhile
+            self._count_from_here()
 
     def _engine_figures(self, step_s: float) -> dict[str, float]:
         """New tokens and busy time of all engines since the last step."""
@@ -105,6 +106,12 @@ class Report:
         }
         before, self._cpu_s = self._cpu_s, now
         return {name: seconds - before.get(name, seconds) for name, seconds in now.items()}
+
+    def _count_from_here(self) -> None:
+        """What came before belongs to no step."""
+        self._lap()
+        self._engine_figures(1.0)
+        self._cpu_figures()
 
     def _lap(self) -> float:
         now = time.monotonic()
