@@ -109,9 +109,9 @@ class Versions:
             rank = max(above, key=lambda r: np.nan_to_num(by_rank[r].mean(), nan=np.inf))
             raise MismatchError(
                 f"policy version {version}: the engine on rank {rank} and the trainer disagree about the same weights, "
-                f"k3 {by_rank[rank].mean():.2e} over {trainer.size} tokens (limit {self._limit:g}). Either not all weights "
-                "arrived as they were sent, or the two implementations differ; weights.max_k3 and weights.strict set "
-                "the limit"
+                f"k3 {by_rank[rank].mean():.2e} over {trainer.size} tokens (limit {self._limit:g}). Either not all "
+                "weights arrived as they were sent, or the two implementations differ; weights.max_k3 and "
+                "weights.strict set the limit"
             )
         return metrics
 
