@@ -17,6 +17,7 @@ from typing import NoReturn
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
 
 from spmd_rl.config import Config, ConfigError, check, load, split_argv, to_toml  # noqa: E402
+from spmd_rl.world.error_file import write_error_file  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
 
 COMMANDS = ("rl",)
@@ -33,6 +34,7 @@ def main(argv: list[str]) -> int:
         check(config)
         mesh = Mesh.build(config, int(os.environ.get("WORLD_SIZE", nproc or Mesh.smallest(config))))
     except (ConfigError, MeshError) as error:
+        write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2

@@ -23,10 +23,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import NoReturn
 
 from torch.distributed import DistError, TCPStore
+
+from spmd_rl.world.error_file import write_error_file
 
 PERIOD_S = 0.25
 EXIT_CODE = 1
@@ -217,7 +218,7 @@ class Watchdog:
 
     def _leave(self, verdict: Verdict) -> NoReturn:
         with self._lock:  # never released: two threads must not report twice
-            _write_error_file(verdict, self.rank)
+            write_error_file(verdict.render(), first=self.rank == verdict.rank)
             with contextlib.suppress(Exception):  # whatever the screen thinks of it, this process ends here
                 self.on_verdict(verdict.render())
             # torchrun ends all ranks of a host when the first one is gone; until then all have read the verdict.
@@ -238,14 +239,3 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _write_error_file(verdict: Verdict, rank: int) -> None:
-    """torchelastic's format: torchrun prints the message and `py_callstack` of the first rank that failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    timestamp = int(time.time()) - (rank == verdict.rank)  # torchrun's root cause is the earliest one
-    extra = {"py_callstack": verdict.render(), "timestamp": str(timestamp)}
-    with contextlib.suppress(OSError):  # a full disk must not hide the reason, which is also on the screen
-        Path(path).write_text(json.dumps({"message": {"message": verdict.render(), "extraInfo": extra}}))

@@ -13,8 +13,9 @@ import pytest
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from spmd_rl.world.error_file import write_error_file
 from spmd_rl.world.pipe import PeerError
-from spmd_rl.world.watchdog import Verdict, Watchdog, _is_of_a_collective, _Seen, _write_error_file
+from spmd_rl.world.watchdog import Verdict, Watchdog, _is_of_a_collective, _Seen
 
 BLAMED = Verdict(3, 0, "trainer", "node-7", 4711, "engine step", "no sign of life for 31.2 s")
 
@@ -184,7 +185,7 @@ def test_torchrun_reads_the_error_file(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
     for rank in (0, BLAMED.rank):
-        _write_error_file(BLAMED, rank)
+        write_error_file(BLAMED.render(), first=rank == BLAMED.rank)
         failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
         assert failure.message["message"] == failure.message["extraInfo"]["py_callstack"] == BLAMED.render()
         # torchrun calls the earliest one the root cause: that is the rank that failed.
@@ -194,7 +195,7 @@ def test_torchrun_reads_the_error_file(tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", ["", "no/such/folder/error.json"])
 def test_an_error_file_that_cannot_be_written_hides_nothing(path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
-    _write_error_file(BLAMED, 0)
+    write_error_file(BLAMED.render())
 
 
 def test_errors_of_collectives_are_told_from_others():
