@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from fake_cluster import Delays, FakeCluster, Misbehaviour
-from virtual_time import run
 
 from spmd_rl.config.tree import (
     AlgorithmConfig,
@@ -32,6 +30,8 @@ from spmd_rl.orchestrator.sampler import Services
 from spmd_rl.orchestrator.versions import Versions
 from spmd_rl.rollouts.types import Episode, Reward, Task
 from spmd_rl.world.messages import Trained
+from tests.orchestrator.fake_cluster import Delays, FakeCluster, Misbehaviour
+from tests.orchestrator.virtual_time import run
 
 PROMPT, HELDOUT, TOOL = 1_000, 500_000, 7  # prompts of training task i: PROMPT + i; of held-out tasks: HELDOUT + i
 PROBE = [np.arange(5, dtype=np.int32), np.arange(4, dtype=np.int32)]

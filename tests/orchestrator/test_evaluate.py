@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fake_cluster import Delays
-from fake_run import HELDOUT, FakeEnvironment, make_config, prepare
-from virtual_time import run
 
 from spmd_rl.config.tree import EvalConfig
 from spmd_rl.orchestrator.evaluate import EVAL_IDS, evaluate
 from spmd_rl.orchestrator.rollouts import TooManyFailures
 from spmd_rl.rollouts.types import Reward
+from tests.orchestrator.fake_cluster import Delays
+from tests.orchestrator.fake_run import HELDOUT, FakeEnvironment, make_config, prepare
+from tests.orchestrator.virtual_time import run
 
 
 class Graded(FakeEnvironment):

@@ -9,15 +9,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_cluster import Delays, Misbehaviour
-from fake_run import PROMPT, FakeEnvironment, make_config, prepare, train
-from virtual_time import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from spmd_rl.orchestrator.loop import Stalled, watch_progress
 from spmd_rl.orchestrator.policy import PromptTooLong
 from spmd_rl.orchestrator.rollouts import TooManyFailures
+from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.types import Episode, Reward, RewardError, Task
 from spmd_rl.world.messages import Cancel, EngineLoad, Pulled
+from tests.orchestrator.fake_cluster import Delays, Misbehaviour
+from tests.orchestrator.fake_run import PROMPT, FakeEnvironment, make_config, prepare, train
+from tests.orchestrator.virtual_time import run
 
 
 class Broken(RuntimeError):
@@ -101,6 +104,57 @@ def test_a_group_that_fails_late_is_replaced_at_the_version_of_that_time() -> No
     groups = [group for batch in made.report.batches.values() for group in batch.groups]
     assert len(groups) == 12
     assert {group.task.index: group.admitted_version for group in groups}[12] == 1  # the one that came instead
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    groups=st.integers(1, 4),
+    group_size=st.integers(1, 3),
+    max_lag=st.integers(0, 3),
+    order=st.sampled_from(["fifo", "window", "completion"]),
+    seed=st.integers(0, 10_000),
+    share=st.sampled_from([0.1, 0.5, 0.8]),
+)
+def test_whatever_fails_every_batch_is_whole_and_no_rollout_is_lost(
+    groups, group_size, max_lag, order, seed, share
+) -> None:
+    """Attempts raise before or after their tokens, hang, are refused or never answered: any mixture, at any time."""
+    max_steps, rng = 4, np.random.default_rng(seed)
+
+    async def act(number: int, task: Task) -> None:
+        if rng.random() < share:
+            await asyncio.sleep(rng.pareto(1.0))
+            raise [Broken, TimeoutError, asyncio.CancelledError][rng.integers(3)]()
+
+    misbehaviour = Misbehaviour(refuse=lambda r: r.seed % 11 == 0, silent=lambda r: r.seed % 7 == 0)
+    config = make_config(
+        groups=groups,
+        group_size=group_size,
+        max_steps=max_steps,
+        max_lag=max_lag,
+        order=order,
+        env_s=50.0,
+        window_fraction=0.5,
+        max_error_rate=1.0,
+    )
+    env = FakeEnvironment(turns=2, act=act)
+    made = train(config, [env], misbehaviour=misbehaviour, delays=Delays(seed=seed), replicas=2)
+    o, batches = made.config.orchestrator, made.report.batches
+    bound = Window(groups, max_lag, 0.5, order).bound
+    used = [group.task.index for batch in batches.values() for group in batch.groups]
+    assert len(used) == len(set(used)) == max_steps * groups
+    for step, documents in enumerate(made.cluster.trained(), start=1):
+        batch = batches[step]
+        assert all(len(group.episodes) == o.group_size for group in batch.groups)
+        assert all(any(episode.valid for episode in group.episodes) for group in batch.groups)
+        assert len(documents) == sum(episode.valid for episode in batch.episodes)
+        assert bound is None or max(step - 1 - group.admitted_version for group in batch.groups) <= bound
+        assert batch.lags(step).min() >= 0
+    attempts = Counter(task.index for task in env.history)
+    assert set(attempts.values()) == {group_size}  # replacements are new tasks
+    assert sum(made.services.rollouts.statuses.values()) == len(env.history)
+    assert made.services.router.depth == [0, 0]
+    assert made.loop.link.waiting == 0
 
 
 def test_when_everything_fails_the_run_ends_with_the_first_tracebacks() -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cluster import TOKEN, Delays, Misbehaviour
-from fake_run import HELDOUT, PROMPT, TOOL, FakeEnvironment, Run, make_config, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +15,8 @@ from spmd_rl.config.tree import CkptConfig
 from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.types import Task
 from spmd_rl.world.messages import Export, Generate
+from tests.orchestrator.fake_cluster import TOKEN, Delays, Misbehaviour
+from tests.orchestrator.fake_run import HELDOUT, PROMPT, TOOL, FakeEnvironment, Run, make_config, train
 
 ORDERS = ("fifo", "window", "completion")
 

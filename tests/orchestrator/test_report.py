@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cluster import BYTES, Delays, Misbehaviour
-from fake_run import PROMPT, FakeEnvironment, Run, make_config, train
 
 from spmd_rl.config.tree import Config, LogConfig
 from spmd_rl.observe.metrics import Metrics, read_metrics
@@ -22,6 +20,8 @@ from spmd_rl.observe.progress import Progress
 from spmd_rl.orchestrator import report as report_module
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.report import Report
+from tests.orchestrator.fake_cluster import BYTES, Delays, Misbehaviour
+from tests.orchestrator.fake_run import PROMPT, FakeEnvironment, Run, make_config, train
 
 STEP_KEYS = {
     "": ["step", "version", "loss", "grad_norm", "entropy", "rollouts"],

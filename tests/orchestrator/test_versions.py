@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_cluster import BYTES, Delays, Misbehaviour
-from fake_run import PROBE, make_config, prepare, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import run
 
 from spmd_rl.config.tree import TrainerConfig, TrainerModelConfig, WeightsConfig
 from spmd_rl.orchestrator.versions import MismatchError, Versions, k3, probe_set
 from spmd_rl.world.messages import Pull, Send
+from tests.orchestrator.fake_cluster import BYTES, Delays, Misbehaviour
+from tests.orchestrator.fake_run import PROBE, make_config, prepare, train
+from tests.orchestrator.virtual_time import run
 
 
 def test_k3_is_exp_d_minus_one_minus_d() -> None:

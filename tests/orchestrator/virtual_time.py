@@ -38,6 +38,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._clock = _JumpingSelector()
         self.problems: list[BaseException] = []
         super().__init__(self._clock)
+        self._clock_resolution = 1e-6  # finer than floats are after years, no timer would ever be due
         self.set_exception_handler(self._remember)
 
     def time(self) -> float:
