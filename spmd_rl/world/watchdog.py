@@ -233,9 +233,10 @@ class Watchdog:
 
 
 def _is_of_a_collective(error: BaseException | None) -> bool:
-    """True when torch.distributed raised this error or its cause. gloo's errors have no type, but its file names."""
+    """True when torch.distributed raised this error or its cause. gloo's errors have no type of their own."""
+    marks = ("/gloo/", "monitoredBarrier")  # its source files; its barrier under TORCH_DISTRIBUTED_DEBUG=DETAIL
     while error is not None:
-        if isinstance(error, DistError) or "/gloo/" in str(error):
+        if isinstance(error, DistError) or any(mark in str(error) for mark in marks):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -208,6 +208,7 @@ def test_errors_of_collectives_are_told_from_others():
     except PeerError as error:
         assert _is_of_a_collective(error) and _is_of_a_collective(error.__cause__)
     assert _is_of_a_collective(DistNetworkError("reset"))
+    assert _is_of_a_collective(RuntimeError("[Rank 0]: Ranks 2 failed to pass monitoredBarrier in 7200000 ms"))
     assert not _is_of_a_collective(RuntimeError("the loss is not a number"))
 
 
