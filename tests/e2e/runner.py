@@ -1,0 +1,153 @@
+"""Start the whole program by torchrun, as users do, and say how it ended and what it left behind.
+
+Every launch carries a mark in its environment, which its processes inherit: so all of them are found again, also those
+that torchrun started in sessions of their own, or that somebody stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from spmd_rl.observe.metrics import read_metrics
+
+ROOT = Path(__file__).parents[2]
+QUICKSTART = str(ROOT / "configs/quickstart.toml")
+MARK = "SPMD_RL_TEST_LAUNCH"
+SHARED_MEMORY = Path("/dev/shm")
+TIMEOUT_S = 240.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """A launch that ended."""
+
+    returncode: int
+    output: str  # what the screen showed
+    folder: Path  # output_dir
+    records: list[dict[str, Any]]  # of metrics.jsonl
+
+    def phase(self, name: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["phase"] == name]
+
+    @property
+    def versions(self) -> list[dict[str, Any]]:
+        """One record per policy version: what its pull and its probe showed."""
+        return self.phase("start") + self.phase("rl")
+
+    def last_lines(self, count: int = 8) -> str:
+        """The end of the screen, without empty lines."""
+        return "\n".join([line for line in self.output.splitlines() if line.strip()][-count:])
+
+
+class Launch:
+    """A run in progress; leaving the context kills whatever is left of it.
+
+    args: of `main.py rl`, with the output folder. wrap: a command that runs the command.
+    """
+
+    def __init__(
+        self, folder: Path, args: list[str], nproc: int = 3, env: dict[str, str] | None = None, wrap: tuple = ()
+    ) -> None:
+        self.folder, self._mark = folder, uuid.uuid4().hex
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        program = [str(ROOT / "spmd_rl/main.py"), "rl", *args, "--output-dir", str(folder)]
+        self._screen = folder.with_name(f"{folder.name}-screen.txt")
+        self._shared_memory = set(os.listdir(SHARED_MEMORY))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "VLLM_", "SPMD_RL"))}
+        with open(self._screen, "wb") as screen:
+            self._process = subprocess.Popen(
+                [*wrap, *torchrun, "--nproc-per-node", str(nproc), *program],
+                env=environment | {"OMP_NUM_THREADS": "1", MARK: self._mark} | (env or {}),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=screen,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Launch:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> Run:
+        """The end of the run. AssertionError when it does not come, or leaves processes or shared memory behind."""
+        try:
+            returncode = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end after {timeout_s:g} s; the screen shows:\n{self.output[-4000:]}") from None
+        assert not self.processes(), f"still there: {self.processes()}; the screen shows:\n{self.output[-4000:]}"
+        assert not (left := _orphans() - self._shared_memory), f"shared memory left behind: {left}"
+        return Run(returncode, self.output, self.folder, self._records())
+
+    @property
+    def output(self) -> str:
+        return self._screen.read_text(errors="replace")
+
+    def wait_for_step(self, step: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Until this step of RL is in the metrics."""
+        deadline = time.monotonic() + timeout_s
+        while not any(record["phase"] == "rl" and record["step"] >= step for record in self._records()):
+            assert self._process.poll() is None, f"ended before step {step}; the screen shows:\n{self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"no step {step} within {timeout_s:g} s:\n{self.output[-4000:]}"
+            time.sleep(0.1)
+
+    def _records(self) -> list[dict[str, Any]]:
+        metrics = self.folder / "metrics.jsonl"
+        return list(read_metrics(metrics)) if metrics.exists() else []
+
+    def processes(self) -> list[int]:
+        """Every live process of this launch."""
+        mark = f"{MARK}={self._mark}".encode()
+        return [pid for pid, environ in _environments() if mark in environ.split(b"\0")]
+
+    def pid_of(self, rank: int) -> int:
+        """The process of a rank."""
+        wanted = {f"{MARK}={self._mark}".encode(), f"RANK={rank}".encode()}
+        return next(pid for pid, environ in _environments() if wanted <= set(environ.split(b"\0")))
+
+
+def run(
+    folder: Path,
+    args: list[str],
+    nproc: int = 3,
+    timeout_s: float = TIMEOUT_S,
+    env: dict[str, str] | None = None,
+    wrap: tuple = (),
+) -> Run:
+    """Launch and wait."""
+    with Launch(folder, args, nproc, env, wrap) as launch:
+        return launch.wait(timeout_s)
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    """Process id and environment of what this user may look into; a process that has ended has none."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(entry.name), (entry / "environ").read_bytes()
+
+
+def _orphans() -> set[str]:
+    """Shared memory that no live process uses."""
+    used = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                used |= {line.split("/dev/shm/")[1].split()[0] for line in open(entry / "maps") if "/dev/shm/" in line}
+    return set(os.listdir(SHARED_MEMORY)) - used
