@@ -1,7 +1,7 @@
 """The data that travels: task → rollout (episode) → group → batch → packed rows.
 
-Columnar numpy throughout; never a Python object per token, never a torch tensor, never text as the truth. A sample is one
-token sequence; an episode holds one or more of them (self-play seats, sub-agents, a compacted history).
+Columnar numpy throughout; never a Python object per token, never a torch tensor, never text as the truth. A sample is
+one token sequence; an episode holds one or more of them (self-play seats, sub-agents, a compacted history).
 
 Invariants: all per-token columns of a sample have its length T; `mask` is 1 exactly on tokens that the policy
 sampled; `logprobs` is 0 and `versions` is -1 wherever `mask` is 0.
