@@ -106,7 +106,7 @@ def test_a_group_that_fails_late_is_replaced_at_the_version_of_that_time() -> No
     assert {group.task.index: group.admitted_version for group in groups}[12] == 1  # the one that came instead
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     groups=st.integers(1, 4),
     group_size=st.integers(1, 3),
@@ -295,6 +295,7 @@ def test_requests_of_a_run_that_ends_in_an_error_are_cancelled() -> None:
     assert isinstance(root(caught.value), TooManyFailures)
     cancelled = [decision.id for _, decision in made[0].cluster.decisions if isinstance(decision, Cancel)]
     assert sorted(cancelled) == sorted(made[0].cluster.requests) == list(range(8))
+    assert made[0].services.rollouts.statuses == {"failed": 8}  # who was cancelled did not fail
 
 
 def test_an_aborted_generation_is_no_attempt() -> None:

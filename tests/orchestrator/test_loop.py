@@ -12,9 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.config.tree import CkptConfig
+from spmd_rl.orchestrator import loop
+from spmd_rl.orchestrator.batch import make_batch
+from spmd_rl.orchestrator.router import Router
 from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.types import Task
 from spmd_rl.world.messages import Export, Generate
+from tests.orchestrator import fake_run
 from tests.orchestrator.fake_cluster import TOKEN, Delays, Misbehaviour
 from tests.orchestrator.fake_run import HELDOUT, PROMPT, TOOL, FakeEnvironment, Run, make_config, train
 
@@ -36,7 +40,7 @@ def bound_of(made: Run) -> int | None:
     return Window(o.batch_size // o.group_size, o.max_lag, o.window_fraction, o.order).bound
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     groups=st.integers(1, 4),
     group_size=st.integers(1, 3),
@@ -134,6 +138,12 @@ def test_training_and_sampling_overlap_when_they_may() -> None:
     assert runs_ahead == pytest.approx(110, rel=0.05)
 
 
+def test_the_trainer_takes_a_step_while_its_last_version_is_still_on_its_way() -> None:
+    delays = Delays(generate=0.1, tail=1e9, train=10.0, send=0.0, pull=6.0, probe=3.0)
+    made = train(make_config(max_steps=10, max_lag=3), delays=delays)
+    assert made.seconds == pytest.approx(9 + 10 * 10 + 9, abs=2)  # version 0, the steps, the last version
+
+
 def test_completion_order_does_not_wait_for_a_straggler_and_shows_its_true_lag() -> None:
     env = FakeEnvironment(pause=lambda task: 1000.0 * (task.index == 0))
     made = train(make_config(max_steps=6, groups=2, max_lag=1, order="completion"), [env], delays=Delays(tail=9.0))
@@ -172,6 +182,7 @@ def test_warm_up_comes_first_on_the_teachers_answers_and_then_the_optimizer_is_f
     taught = [tasks_of(documents) for documents in made.cluster.trained("warmup")]
     assert [sorted(tasks) for tasks in taught] == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     answers = [document[2:] for documents in made.cluster.trained("warmup") for document in documents]
+    assert {len(answer) for answer in answers} == {1, 2, 3}  # each has its own chance
     assert all((answer == TOOL).all() for answer in answers)  # nothing sampled: no engine has been asked yet
     first_request = made.cluster.decisions.index((0, made.cluster.requests[0]))
     assert type(made.cluster.decisions[first_request - 1][1]).__name__ == "Pull"
@@ -199,16 +210,18 @@ def test_a_run_may_be_a_warm_up_alone() -> None:
     assert [step for step, _, _ in made.report.evaluations] == [0]
 
 
-def test_evaluations_and_exports_come_when_the_config_says() -> None:
-    config = make_config(max_steps=5, eval_tasks=2, eval_interval=2, max_lag=1)
+@pytest.mark.parametrize(("max_steps", "between"), [(5, [2, 4]), (4, [2])])
+def test_evaluations_and_exports_come_when_the_config_says(max_steps: int, between: list[int]) -> None:
+    config = make_config(max_steps=max_steps, eval_tasks=2, eval_interval=2, max_lag=1)
     config = replace(config, ckpt=CkptConfig(export_interval=2), output_dir="some/run")
     made = train(config)
-    assert [step for step, _, _ in made.report.evaluations] == [0, 2, 4, 5]
+    assert [step for step, _, _ in made.report.evaluations] == [0, *between, max_steps]
     folders = [orders[0].folder for orders in made.cluster.orders if isinstance(orders[0], Export)]
-    assert folders == [str(Path("some/run").resolve() / name) for name in ("hf_step_000002", "hf_step_000004", "hf")]
+    names = [*(f"hf_step_{step:06d}" for step in between), "hf"]
+    assert folders == [str(Path("some/run").resolve() / name) for name in names]
     for step, metrics, _ in made.report.evaluations:
         assert step <= metrics["eval/version_min"] <= metrics["eval/version_max"] <= step + 2
-        assert step not in (0, 5) or metrics["eval/version_min"] == metrics["eval/version_max"] == step
+        assert step in between or metrics["eval/version_min"] == metrics["eval/version_max"] == step
 
 
 def test_held_out_tasks_are_never_trained_on() -> None:
@@ -221,9 +234,10 @@ def test_held_out_tasks_are_never_trained_on() -> None:
 
 def test_sources_are_drawn_by_their_ratios_and_their_tasks_in_order() -> None:
     envs = [FakeEnvironment(source="one"), FakeEnvironment(source="two")]  # ratios 1 and 2
-    train(make_config(max_steps=6, groups=2, group_size=2, sources=2), envs)
+    made = train(make_config(max_steps=6, groups=2, group_size=2, sources=2), envs)
     attempts = [sorted(task.index for task in env.history) for env in envs]
     assert attempts == [sorted([*range(n), *range(n)]) for n in (4, 8)]
+    assert len({request.seed for request in made.cluster.requests.values()}) == 24  # no seed serves both sources
 
 
 def test_a_slow_replica_gets_less_work() -> None:
@@ -245,6 +259,33 @@ def test_every_rollout_has_its_own_seed_which_does_not_depend_on_timing() -> Non
     one, two = seeds(0), seeds(1)
     assert one == two
     assert len(set().union(*one.values())) == 3 * 2 * 3
+
+
+def test_rewards_are_shuffled_anew_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds = []
+    monkeypatch.setattr(loop, "make_batch", lambda *args: seeds.append(args[2]) or make_batch(*args))
+    train(make_config(max_steps=4, shuffle_rewards=True))
+    assert len(set(seeds)) == 4
+
+
+def test_every_rollout_has_its_own_id_and_the_router_forgets_it_when_it_is_over(monkeypatch) -> None:
+    placed: list[tuple[int, int]] = []
+    forgotten: list[tuple[int, int]] = []
+
+    class Watched(Router):
+        def place(self, group_id: int, rollout_id: int, prompt_length: int) -> int:
+            placed.append((group_id, rollout_id))
+            return super().place(group_id, rollout_id, prompt_length)
+
+        def forget_rollout(self, group_id: int, rollout_id: int) -> None:
+            forgotten.append((group_id, rollout_id))
+            super().forget_rollout(group_id, rollout_id)
+
+    monkeypatch.setattr(fake_run, "Router", Watched)
+    made = train(make_config(max_steps=4, groups=2, group_size=3, max_lag=1), replicas=2)
+    assert len(placed) == len({rollout for _, rollout in placed}) == 4 * 2 * 3
+    assert sorted(placed) == sorted(forgotten)
+    assert not made.services.router._groups
 
 
 def test_a_later_turn_extends_the_first_and_keeps_its_salt_and_seed() -> None:
