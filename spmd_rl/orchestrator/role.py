@@ -1,12 +1,13 @@
 """What rank 0 does: check, connect, run the loop, draw the picture, say what to do next.
 
-The loop itself is `loop.py`; this file puts its parts together and knows the threads behind them.
+The loop itself is `loop.py`; this file puts its parts together and knows the threads behind them. Importing it needs no
+torch: what owns process groups is imported where it is started.
 """
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,6 @@ from spmd_rl.world.messages import Ready
 
 if TYPE_CHECKING:
     from spmd_rl.world.world import World
-"""Everything above is torch-free; what owns process groups is imported where it is started."""
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Parts:
     probe: list = field(default_factory=list)
 
 
-def run(world: World, output: RankOutput) -> None:
-    """Orchestrate the whole run; returns when every rank has been told to stop."""
+def run(world: World, output: RankOutput, loop_type: type[Loop] = Loop) -> None:
+    """Orchestrate the whole run; returns when every rank was told to stop. Benchmarks bring a loop of their own."""
     config = world.config
     with world.watchdog.stage("preflight", config.deadlines.start_s):
         parts = _prepare(world)
@@ -51,11 +51,12 @@ def run(world: World, output: RankOutput) -> None:
         config.output_dir,
         tensorboard=config.log.tensorboard,
         wandb_project=config.log.wandb_project if config.log.wandb else "",
+        config=asdict(config),
     )
     progress = Progress(config.log.progress, {"warmup": config.warmup.steps, "rl": config.max_steps}, output.screen)
     output.show = progress.write
     with metrics, progress:
-        report = asyncio.run(_orchestrate(world, parts, metrics, progress))
+        report = asyncio.run(_orchestrate(world, parts, metrics, progress, loop_type))
         picture = reward_png(metrics.path, Path(config.output_dir) / "reward.png")
     print(farewell(config, report, picture))
 
@@ -74,7 +75,9 @@ def _prepare(world: World) -> Parts:
     return Parts(tokenizer, envs, preflight.stop_tokens(tokenizer, folder), probe)
 
 
-async def _orchestrate(world: World, parts: Parts, metrics: Metrics, progress: Progress) -> Report:
+async def _orchestrate(
+    world: World, parts: Parts, metrics: Metrics, progress: Progress, loop_type: type[Loop]
+) -> Report:
     from spmd_rl.world.clock import Conductor
     from spmd_rl.world.orders import Dispatcher
 
@@ -91,7 +94,7 @@ async def _orchestrate(world: World, parts: Parts, metrics: Metrics, progress: P
         beats = asyncio.create_task(watch_progress(link, config.deadlines.stall_s, watchdog.beat))
         services = Services(config, link, _router(config, link.replicas), Rollouts(config), parts.stop_token_ids)
         report = Report(config, link, metrics, progress, parts.tokenizer.decode)
-        loop = Loop(config, link, services, parts.envs, Versions(config, link, parts.probe), report)
+        loop = loop_type(config, link, services, parts.envs, Versions(config, link, parts.probe), report)
         await _first_error(_after(ready, loop.run()), beats)
         link.stop()
         await asyncio.to_thread(orders.join, config.deadlines.step_s)

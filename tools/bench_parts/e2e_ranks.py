@@ -77,7 +77,8 @@ class MeasuredLoop(Loop):
             train_s.append(time.perf_counter() - started)
         self.report.start("rl")
         await self._learn()
-        self.figures = {"sample_s": statistics.median(sample_s[1:]), "train_s": statistics.median(train_s[1:])}
+        figures = {"sample_s": statistics.median(sample_s[1:]), "train_s": statistics.median(train_s[1:])}
+        (Path(self.config.output_dir) / "alone.json").write_text(json.dumps(figures))
 
     async def _group(self, task_index: int) -> Group:
         env = self.envs[0]
@@ -94,20 +95,14 @@ def measure(world: World, out: str) -> None:
     """Rank 0."""
     from spmd_rl.observe.logs import redirect_rank_output
 
-    loops: list[MeasuredLoop] = []
-
-    def build(*arguments) -> MeasuredLoop:
-        loops.append(MeasuredLoop(*arguments))
-        return loops[0]
-
-    orchestrator.Loop = build
-    output = redirect_rank_output(world.config.output_dir, 0, console=False)
-    orchestrator.run(world, output)
-    lines = (Path(world.config.output_dir) / "metrics.jsonl").read_text().splitlines()
+    folder = Path(world.config.output_dir)
+    output = redirect_rank_output(folder, 0, console=False)
+    orchestrator.run(world, output, MeasuredLoop)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
     steps = [record for line in lines if (record := json.loads(line))["phase"] == "rl"]
     steps = steps[3:-2]  # without the fill of the pipeline and its end, where nothing is sampled any more
     step_s = statistics.mean(record["time/step_s"] for record in steps)
-    alone = loops[0].figures
+    alone = json.loads((folder / "alone.json").read_text())
     figures = {
         **alone,
         "step_s": step_s,

@@ -18,7 +18,7 @@ from spmd_rl.config.tree import Config, DeploymentConfig, InferenceConfig, Model
 from spmd_rl.world.clock import Conductor, Leader
 from spmd_rl.world.groups import init_world, make_groups
 from spmd_rl.world.mesh import Mesh
-from spmd_rl.world.messages import Generate
+from spmd_rl.world.messages import Event, Generate, Generated
 from spmd_rl.world.watchdog import Watchdog
 from spmd_rl.world.world import World
 
@@ -68,22 +68,27 @@ async def ask(world: World, out: str) -> None:
     Path(out).write_text(json.dumps({**figures, "ratios": ratios, "requests": REQUESTS, "new_tokens": NEW}))
 
 
+class CountingLeader(Leader):
+    """Knows how many generations it has reported."""
+
+    generated = 0
+
+    def tell(self, event: Event) -> None:
+        self.generated += isinstance(event, Generated)
+        super().tell(event)
+
+
 def serve(world: World, folder: str) -> None:
     """Rank 2: raw rounds by hand, the others through the role's own loop."""
-    from spmd_rl.inference import noise
     from spmd_rl.inference.build import build_engine, model_runner
     from spmd_rl.inference.engine import Engine
     from spmd_rl.inference.role import ReplicaRank
 
-    clock = Leader(world.groups["ctl"], print)
+    clock = CountingLeader(world.groups["ctl"], print)
     clock.start()
-    install, noise.install = noise.install, lambda runner: None  # raw: vLLM's own sampler
     llm = build_engine(world.config, folder, world.groups["replica/0"], 0, 0, world.device)
-    noise.install = install
     sampler = model_runner(llm).sampler.topk_topp_sampler
-    plain = sampler.forward
-    noise.install(model_runner(llm))
-    ours = sampler.forward
+    ours, plain = sampler.forward, sampler.forward_cpu
     served = ReplicaRank(world, Engine(llm, world.rank, version=0), clock)
     raw = []
     for number in range(ROUNDS + 1):
@@ -91,7 +96,8 @@ def serve(world: World, folder: str) -> None:
         raw.append(raw_round(llm, number))
         sampler.forward = ours
         dist.barrier()
-        serve_one_round(served)
+        while clock.generated < REQUESTS * (number + 1):
+            served.turn()
         dist.barrier()
     dist.distributed_c10d._get_default_store().set("raw", json.dumps(raw))
     clock.join()
@@ -118,22 +124,6 @@ def raw_round(llm, number: int) -> float:
     while llm.has_unfinished_requests():
         tokens += sum(len(output.outputs[0].token_ids) for output in llm.step())
     return tokens / (time.perf_counter() - started)
-
-
-def serve_one_round(served) -> None:
-    """The leader's own turns until this round's requests are done."""
-    finished = 0
-    tell = served._clock.tell
-
-    def count(event) -> None:
-        nonlocal finished
-        finished += type(event).__name__ == "Generated"
-        tell(event)
-
-    served._clock.tell = count
-    while finished < REQUESTS:
-        served.turn()
-    served._clock.tell = tell
 
 
 def main() -> None:
