@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 import traceback
 from collections import Counter, deque
 from dataclasses import replace
@@ -40,7 +39,8 @@ class Rollouts:
 
     async def run(self, env: Environment, task: Task, policy: Policy) -> Episode:
         """One episode. TooManyFailures when the error rate is above the limit."""
-        started = time.monotonic()
+        clock = asyncio.get_running_loop()
+        started = clock.time()
         try:
             async with asyncio.timeout(self._deadline_s) as deadline:
                 episode = _checked(await env.rollout(task, policy), task, self._seq_len)
@@ -55,7 +55,7 @@ class Rollouts:
         except Exception as error:
             episode = _failed(task, error)
         self._count(episode)
-        return replace(episode, seconds=time.monotonic() - started)
+        return replace(episode, seconds=clock.time() - started)
 
     def _count(self, episode: Episode) -> None:
         self.statuses[episode.status] += 1
