@@ -71,6 +71,7 @@ class Delays:
     tail: float = 1.2
     train: float = 1.0
     send: float = 0.1
+    score: float = 0.0  # of the trainer, after it has sent
     pull: float = 0.2
     probe: float = 0.1
     export: float = 0.5
@@ -170,6 +171,7 @@ class FakeCluster:
                 case Send():
                     await asyncio.sleep(self.delays.send)
                     self.sent.setdefault(order.version, asyncio.Event()).set()
+                    await asyncio.sleep(self.delays.score)
                     self.tell(0, Sent(order.version, self.delays.send, score(order.probe, order.version)))
                 case Export():
                     await asyncio.sleep(self.delays.export)
@@ -273,10 +275,11 @@ class _Replica:
             if pull.version != self._held[-1] + 1:
                 raise ProtocolError(f"replica {self.number} holds {self._held[-1]} and was told to pull {pull.version}")
             await cluster.sent.setdefault(pull.version, asyncio.Event()).wait()
-            await asyncio.sleep(delays.pull * (1 + self.number))
+            receive_s = delays.pull * (1 + self.number)
+            await asyncio.sleep(receive_s)
             self._since.append(asyncio.get_running_loop().time())
             self._held.append(pull.version)
-            self._tell(Pulled(self.rank, pull.version, BYTES, receive_s=delays.pull, stall_s=delays.pull / 10))
+            self._tell(Pulled(self.rank, pull.version, BYTES, receive_s, stall_s=receive_s / 10))
             if pull.probe:
                 await asyncio.sleep(delays.probe)
                 scores = score(pull.probe, pull.version)

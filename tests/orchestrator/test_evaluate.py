@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from spmd_rl.config.tree import EvalConfig
 from spmd_rl.orchestrator.evaluate import EVAL_IDS, evaluate
 from spmd_rl.orchestrator.rollouts import TooManyFailures
+from spmd_rl.rollouts.packing import pack
 from spmd_rl.rollouts.types import Reward
 from tests.orchestrator.fake_cluster import Delays
 from tests.orchestrator.fake_run import HELDOUT, FakeEnvironment, make_config, prepare
@@ -56,6 +59,24 @@ def test_greedy_and_sampled_rewards_are_averaged_apart() -> None:
     assert [(e.task.index, e.reward.value) for e in greedy] == [(0, 10), (1, 11), (2, 12)]
     assert metrics["eval/version_min"] == metrics["eval/version_max"] == 0
     assert made.services.router.depth == [0]
+
+
+def test_versions_that_change_meanwhile_are_named() -> None:
+    async def main():
+        config = make_config(eval_tasks=8)
+        envs = [FakeEnvironment()]
+        made = await prepare(config, envs, delays=Delays(tail=9.0, train=0.3))
+        made.loop.versions.publish(0)
+        await made.loop.versions.wait_everywhere(0)
+        evaluation = asyncio.create_task(evaluate(made.services, envs, step=0))
+        made.loop._order_training("rl", 1, pack([], 1, config.seq_len))
+        made.loop.versions.publish(1)
+        metrics, _ = await evaluation
+        await made.cluster.close()
+        return metrics, np.concatenate([a.versions for a in made.cluster.answers.values()])
+
+    metrics, versions = run(main())
+    assert (metrics["eval/version_min"], metrics["eval/version_max"]) == (versions.min(), versions.max()) == (0, 1)
 
 
 def test_every_source_is_evaluated_on_its_own_held_out_tasks() -> None:

@@ -219,6 +219,12 @@ def test_an_environment_that_returns_nothing_is_told_so() -> None:
     assert "the environment returned NoneType, not an Episode" in one_episode(env).reward.why
 
 
+def test_an_episode_belongs_to_the_task_that_was_given() -> None:
+    episode = one_episode(with_samples(lambda sample: (sample,)))
+    assert episode.valid
+    assert episode.task == Task("fake", 0, {"split": "train"})
+
+
 def test_a_reward_error_of_the_environment_is_kept() -> None:
     async def act(number: int, task: Task) -> Episode:
         return Episode(task, (), RewardError("the judge is asleep"))
@@ -236,6 +242,7 @@ def test_a_rollout_that_hangs_meets_its_deadline() -> None:
     episode = one_episode(FakeEnvironment(act=hang), config=make_config(env_s=30.0))
     assert episode.status == "timeout"
     assert episode.reward == RewardError("no result within deadlines.env_s = 30 s")
+    assert episode.seconds == pytest.approx(30)
 
 
 def test_an_engine_that_never_answers_is_told_to_forget_the_request() -> None:
@@ -335,14 +342,14 @@ def test_a_request_that_the_engine_refuses_fails_its_rollout_alone() -> None:
     assert made.services.router.depth == [0]
 
 
-def bad_samples(change) -> FakeEnvironment:
-    """An environment whose samples are changed by `change(sample)` before they are returned."""
+def with_samples(change) -> FakeEnvironment:
+    """An environment whose samples are changed by `change(sample)`, and that says it tried another task."""
     env = FakeEnvironment()
     attempt = env.attempt
 
     async def changed(task, policy) -> Episode:
         episode = await attempt(task, policy)
-        return replace(episode, samples=change(episode.samples[0]))
+        return replace(episode, task=Task("another", 7, {}), samples=change(episode.samples[0]))
 
     env.attempt = changed
     return env
@@ -362,7 +369,7 @@ def bad_samples(change) -> FakeEnvironment:
     ],
 )
 def test_samples_that_could_not_be_trained_on_fail_their_rollout_and_not_the_run(change, why: str) -> None:
-    episode = one_episode(bad_samples(change))
+    episode = one_episode(with_samples(change))
     assert episode.status == "failed"
     assert why in episode.reward.why
 

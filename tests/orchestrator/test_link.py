@@ -98,15 +98,18 @@ def test_cancelling_the_caller_cancels_the_request_once_and_late_answers_do_no_h
     asyncio.run(main())
 
 
-def test_an_answer_and_a_cancellation_at_the_same_moment() -> None:
+@pytest.mark.parametrize("answer_first", [True, False])
+@pytest.mark.parametrize("event", [lambda: answer(0), lambda: Refused(0, "no")], ids=["answer", "refusal"])
+def test_an_answer_and_a_cancellation_at_the_same_moment(event, answer_first: bool) -> None:
     async def main() -> None:
         link, _ = connected()
         problems: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
         task = asyncio.create_task(link.generate(0, **REQUEST))
         await asyncio.sleep(0)
-        task.cancel()
-        link.deliver(1, answer(0))
+        actions = [lambda: link.deliver(1, event()), task.cancel]
+        for act in actions if answer_first else reversed(actions):
+            act()
         with pytest.raises(asyncio.CancelledError):
             await task
         await asyncio.sleep(0)

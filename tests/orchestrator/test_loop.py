@@ -229,6 +229,7 @@ def test_held_out_tasks_are_never_trained_on() -> None:
     heldout = {id for id, request in made.cluster.requests.items() if request.tokens[0] >= HELDOUT}
     trained = {request for documents in made.cluster.trained() for request in requests_of(documents)}
     assert len(heldout) == 5 * 3 * 3  # evaluations × tasks × (greedy + 2 samples)
+    assert len({made.cluster.requests[id].seed for id in heldout}) == len(heldout)
     assert trained == set(made.cluster.requests) - heldout
 
 

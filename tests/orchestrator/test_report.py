@@ -111,6 +111,12 @@ def test_lags_are_those_of_the_batch(reported) -> None:
     assert [record["lag/mean"] for record in of_phase(records, "rl")] == [0, 1, 1, 1, 1, 1]
 
 
+def test_the_largest_lag_is_not_the_mean(reported) -> None:
+    steps = of_phase(reported(make_config(max_steps=8, max_lag=3, groups=3), delays=Delays(train=2.0))[0], "rl")
+    assert all(record["lag/max"] == int(record["lag/max"]) >= record["lag/mean"] for record in steps)
+    assert any(record["lag/max"] > record["lag/mean"] for record in steps)
+
+
 def test_times_and_rates_add_up(reported) -> None:
     records, _, made = reported(make_config(max_steps=6, groups=3), delays=Delays(train=3.0), replicas=2)
     steps = of_phase(records, "rl")

@@ -34,8 +34,8 @@ def test_k3_is_never_negative_and_zero_only_for_equal_logprobs(p: float, q: floa
 
 
 def test_k3_of_a_tiny_difference_does_not_drown_in_rounding() -> None:
-    trainer = np.asarray([-(2.0**-12)], np.float32)
-    assert k3(trainer, np.zeros(1, np.float32)) == pytest.approx([2.0**-25], rel=1e-3)
+    trainer = np.asarray([-(2.0**-24)], np.float32)
+    assert k3(trainer, np.zeros(1, np.float32)) == pytest.approx([2.0**-49], rel=1e-3)
 
 
 def book(config=None, *, versions: int = 1, probe=PROBE, **options) -> tuple[list[dict[str, float]], list]:
@@ -91,8 +91,8 @@ def test_agreement_is_zero_over_all_tokens_of_all_replicas() -> None:
 def test_figures_of_a_pull_are_those_of_the_slowest_replica() -> None:
     ((metrics,), _) = book(replicas=2, delays=Delays(pull=2.0, send=0.5))
     assert metrics["weights/bytes"] == BYTES
-    assert metrics["weights/pull_s"] == 2.0
-    assert metrics["weights/stall_s"] == pytest.approx(0.2)
+    assert metrics["weights/pull_s"] == 4.0  # replica i takes (1 + i) · 2 s
+    assert metrics["weights/stall_s"] == pytest.approx(0.4)
     assert metrics["weights/gather_s"] == 0.5
 
 
@@ -176,6 +176,12 @@ def test_a_version_is_everywhere_when_the_last_replica_serves_it() -> None:
         return everywhere, asyncio.get_running_loop().time()
 
     assert run(main()) == (pytest.approx(31), pytest.approx(36))  # replica i takes (1 + i) · 10 s, then the probe
+
+
+def test_a_version_is_judged_when_the_trainer_has_scored_too() -> None:
+    ((metrics,), _) = book(replicas=2, delays=Delays(score=1000.0))
+    assert metrics["mismatch/tokens"] == 14
+    assert book(probe=[], delays=Delays(score=1000.0))[0][0]["weights/gather_s"] == 0.1
 
 
 def test_a_mismatch_in_the_middle_of_a_strict_run_ends_it() -> None:
