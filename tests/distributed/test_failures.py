@@ -77,8 +77,14 @@ def freeze(started: Started) -> None:
     while not (started.folder / "event").exists():
         assert time.monotonic() < deadline and started.processes[0].poll() is None, started.output()
         time.sleep(0.05)
-    for signal_number, pause_s in ((signal.SIGSTOP, HEARTBEAT_S + 1.0), (signal.SIGCONT, 0.0)):
-        for pid in started.pids():
+    judge, *others = started.pids()
+    for pids, signal_number, pause_s in (
+        (others, signal.SIGSTOP, 0.6),  # the judge sees that they have become silent
+        ([judge], signal.SIGSTOP, HEARTBEAT_S + 1.0),
+        ([judge], signal.SIGCONT, 0.6),  # it wakes up first, and must not count the time that it slept
+        (others, signal.SIGCONT, 0.0),
+    ):
+        for pid in pids:
             os.kill(pid, signal_number)
         time.sleep(pause_s)
 
