@@ -117,9 +117,12 @@ class Launch:
         return [pid for pid, environ in _environments() if mark in environ.split(b"\0")]
 
     def pid_of(self, rank: int) -> int:
-        """The process of a rank."""
+        """The process of a rank, as soon as torchrun has started it."""
         wanted = {f"{MARK}={self._mark}".encode(), f"RANK={rank}".encode()}
-        return next(pid for pid, environ in _environments() if wanted <= set(environ.split(b"\0")))
+        while not (pids := [pid for pid, environ in _environments() if wanted <= set(environ.split(b"\0"))]):
+            assert self._process.poll() is None, f"ended before rank {rank} was there:\n{self.output[-4000:]}"
+            time.sleep(0.02)
+        return pids[0]
 
 
 def run(
@@ -137,17 +140,16 @@ def run(
 
 def _environments() -> Iterator[tuple[int, bytes]]:
     """Process id and environment of what this user may look into; a process that has ended has none."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                yield int(entry.name), (entry / "environ").read_bytes()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            yield int(environ.parent.name), environ.read_bytes()
 
 
 def _orphans() -> set[str]:
     """Shared memory that no live process uses."""
-    used = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                used |= {line.split("/dev/shm/")[1].split()[0] for line in open(entry / "maps") if "/dev/shm/" in line}
-    return set(os.listdir(SHARED_MEMORY)) - used
+    names = set(os.listdir(SHARED_MEMORY))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            text = maps.read_text()
+            names -= {name for name in names if f"{SHARED_MEMORY}/{name}" in text}
+    return names

@@ -17,17 +17,12 @@ SHORT = [
     *("--orchestrator.batch-size", "64", "--orchestrator.group-size", "8", "--weights.strict"),
     *("--inference.vllm.num_gpu_blocks_override", "512"),
 ]
-LAYOUTS = {
-    "two trainers with transformers' model": (
-        4, 1e-8, ["--deployment.train-ranks", "2", "--trainer.model.impl", "hf"],
-    ),
-    "tensor parallel": (
-        4, 1e-8, ["--deployment.infer-ranks", "2", "--inference.tp", "2"],
-    ),
-    "tensor parallel again, in bfloat16": (
-        4, 1e-2, ["--deployment.infer-ranks", "2", "--inference.tp", "2", "--trainer.model.dtype", "bfloat16"],
-    ),
-}  # fmt: skip
+TENSOR_PARALLEL = ["--deployment.infer-ranks", "2", "--inference.tp", "2"]
+LAYOUTS = {  # limit of k3, flags; all of 4 ranks
+    "two trainers with transformers' model": (1e-8, ["--deployment.train-ranks", "2", "--trainer.model.impl", "hf"]),
+    "tensor parallel": (1e-8, TENSOR_PARALLEL),
+    "tensor parallel again, in bfloat16": (1e-2, [*TENSOR_PARALLEL, "--trainer.model.dtype", "bfloat16"]),
+}
 
 
 def assert_agreement(done: Run, steps: int, limit: float, replicas: int = 1) -> None:
@@ -40,15 +35,19 @@ def assert_agreement(done: Run, steps: int, limit: float, replicas: int = 1) -> 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_runs_and_agrees(name, model, tmp_path):
-    """The second tensor-parallel run finds nothing in its way that the first one left in shared memory."""
-    nproc, limit, flags = LAYOUTS[name]
-    done = run(tmp_path / "run", [*SHORT, *flags, "--model.name", model], nproc)
+    """Under DETAIL torch checks every collective of every group across its ranks.
+
+    The second tensor-parallel run finds nothing in its way that the first one left in shared memory.
+    """
+    limit, flags = LAYOUTS[name]
+    args = [*SHORT, *flags, "--model.name", model]
+    done = run(tmp_path / "run", args, 4, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert_agreement(done, 4, limit)
     assert (done.folder / "hf" / "model.safetensors").exists()
 
 
 def test_at_learning_rate_zero_nothing_moves_at_any_lag(model, tmp_path):
-    """Two engines, conversations that outlive several versions, another temperature, and a weight decay that would tell.
+    """Two engines, conversations that outlive versions, another temperature, and a weight decay that would tell.
 
     Every token was sampled by weights equal to the present ones, so the trainer's logprobs are the engines'.
     """
