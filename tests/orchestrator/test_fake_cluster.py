@@ -81,27 +81,26 @@ def test_a_run_by_the_rules_passes() -> None:
     said(*GOOD, Link.stop)
 
 
-@pytest.mark.parametrize(
-    "calls",
-    {
-        "order after stop": [*GOOD, Link.stop, order(Export("x"))],
-        "decision after stop": [*GOOD, Link.stop, lambda link: link.decide(0, Pull(0, []))],
-        "stop twice": [*GOOD, lambda link: link.order([Stop(), Stop()]), Link.stop],
-        "a step is left out": [*GOOD, order(train(3))],
-        "a step comes twice": [*GOOD, order(train(1))],
-        "a version is left out": [*GOOD, order(train(2)), order(Send(3, []))],
-        "a version comes before its step": [*GOOD, order(Send(2, []))],
-        "a step before the last was sent": [*GOOD, order(train(2)), order(train(3))],
-        "warm-up after RL": [*GOOD, order(train(2, "warmup"))],
-        "too few orders": [lambda link: link.order([Send(0, [])])],
-        "different orders": [lambda link: link.order([Send(0, []), Export("x")])],
-        "different rows": [order(Send(0, [])), lambda link: link.order([train(1), Train(1, "rl", [])])],
-        "no such replica": [lambda link: link.decide(1, Pull(0, []))],
-        "pulls out of order": [lambda link: link.decide(0, Pull(1, []))],
-        "an empty request": [lambda link: asyncio.ensure_future(generate(link, 0))],
-    }.values(),
-    ids=str,
-)
+BROKEN = {
+    "order after stop": [*GOOD, Link.stop, order(Export("x"))],
+    "decision after stop": [*GOOD, Link.stop, lambda link: link.decide(0, Pull(0, []))],
+    "stop twice": [*GOOD, lambda link: link.order([Stop(), Stop()]), Link.stop],
+    "a step is left out": [*GOOD, order(train(3))],
+    "a step comes twice": [*GOOD, order(train(1))],
+    "a version is left out": [*GOOD, order(train(2)), order(Send(3, []))],
+    "a version comes before its step": [*GOOD, order(Send(2, []))],
+    "a step before the last was sent": [*GOOD, order(train(2)), order(train(3))],
+    "warm-up after RL": [*GOOD, order(train(2, "warmup"))],
+    "too few orders": [lambda link: link.order([Send(0, [])])],
+    "different orders": [lambda link: link.order([Send(0, []), Export("x")])],
+    "different rows": [order(Send(0, [])), lambda link: link.order([train(1), Train(1, "rl", [])])],
+    "no such replica": [lambda link: link.decide(1, Pull(0, []))],
+    "pulls out of order": [lambda link: link.decide(0, Pull(1, []))],
+    "an empty request": [lambda link: asyncio.ensure_future(generate(link, 0))],
+}
+
+
+@pytest.mark.parametrize("calls", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_protocol_is_noticed(calls) -> None:
     with pytest.raises(ProtocolError):
         said(*calls)
