@@ -18,7 +18,7 @@ import re
 import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_origin
@@ -80,7 +80,13 @@ def load(argv: Sequence[str]) -> Config:
         table = merge(table, layer)
     layered = build(table, "the files together")
     free, declared = _split_flags(arguments.flags, len(layered.orchestrator.source))
-    table = asdict(_parse_declared(declared, layered))
+    table = asdict(_parse_declared(declared, _without_free_tables(layered)))
+    given = asdict(layered)  # a deep copy: the defaults are shared by all configs
+    table["inference"]["vllm"] = given["inference"]["vllm"]
+    table["orchestrator"]["source"] = [
+        source | {"args": known["args"]}
+        for source, known in zip(table["orchestrator"]["source"], given["orchestrator"]["source"], strict=True)
+    ]
     for flag_path, value in free.items():
         _put(table, flag_path, value)
     return build(table, COMMAND_LINE)  # once more: tyro takes nan and inf for floats
@@ -160,6 +166,16 @@ def _toml_value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def _without_free_tables(config: Config) -> Config:
+    """tyro would make flags of their keys, which may be anything."""
+    sources = tuple(replace(source, args={}) for source in config.orchestrator.source)
+    return replace(
+        config,
+        inference=replace(config.inference, vllm={}),
+        orchestrator=replace(config.orchestrator, source=sources),
+    )
 
 
 def _parse_declared(words: Sequence[str], default: Config) -> Config:
