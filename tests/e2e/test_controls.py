@@ -38,6 +38,6 @@ def test_learning_rate_zero_learns_nothing(model, tmp_path):
 
 def test_shuffled_rewards_teach_nothing(model, tmp_path):
     done, rewards = control(model, tmp_path, "--orchestrator.shuffle-rewards")
-    assert rewards[-5:].mean() < rewards[:3].mean() + 0.05  # honest rewards: above 0.6 by then
+    assert rewards[-5:].mean() < rewards[:3].mean() + 0.05  # honest rewards: about 0.8 by then
     assert done.phase("eval")[1]["eval/reward"] < done.phase("eval")[0]["eval/reward"] + 0.05
     assert any(record["offpolicy/k3_mean"] > 1e-8 for record in done.phase("rl"))  # the weights did move

@@ -68,6 +68,7 @@ def test_right_weights_agree(engine, learner):
     assert disagreement(engine, learner, weights_of(learner)) <= LIMIT
 
 
+@pytest.mark.filterwarnings("ignore:overflow")  # some are off by so much
 @pytest.mark.parametrize(("mutate", "name"), MUTATIONS)
 def test_a_mutation_is_caught(engine, learner, mutate, name):
     tensors = weights_of(learner)
