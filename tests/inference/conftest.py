@@ -2,23 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from spmd_rl.models.tiny import make_tiny
 from tests.inference.engines import VOCAB, drain, load, make_engine, make_learner
-
-
-@pytest.fixture(scope="session")
-def group():
-    """A world of this process alone, described as torchrun would."""
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setenv("MASTER_PORT", "0")  # nobody connects: the store is this process's own
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        yield dist.group.WORLD
-        dist.destroy_process_group()
 
 
 def tiny(folder, **changes) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -28,10 +27,8 @@ class Toy(nn.Module):
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def mesh(group):
+    return init_device_mesh("cpu", (1,))
 
 
 def test_one_rank_in_float32_is_left_alone(mesh):

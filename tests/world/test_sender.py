@@ -5,24 +5,14 @@ What arrives is in tests/distributed/test_world_ranks.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from spmd_rl.world.buckets import Plan, WeightsError
 from spmd_rl.world.weights import Sender
 
 TABLE = [("embed", (4, 3), "float32"), ("layers.0.weight", (5, 3), "float32"), ("lm_head", (4, 3), "float32")]
 PATIENCE_S = 30.0
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 @pytest.fixture(params=[0, 1], ids=["this rank's bucket", "another rank's bucket"])
