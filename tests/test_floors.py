@@ -20,13 +20,13 @@ PACKAGE = "spmd_rl"
 # Imports go downward only: a part may import itself and what stands on lower floors.
 FLOORS = [
     {"config", "rollouts"},
-    {"world", "models", "observe"},
+    {"world", "models", "observe", "data"},
     {"envs"},
     {"algorithms"},
     {"orchestrator", "inference", "trainer"},
     {"main"},
 ]
-TORCH_FREE = {"config", "rollouts", "algorithms", "orchestrator", "envs", "observe"}
+TORCH_FREE = {"config", "rollouts", "data", "algorithms", "orchestrator", "envs", "observe"}
 TORCH = {"torch", "torchvision", "vllm"}
 MAX_FILE_LINES = 420
 MAX_FUNCTION_LINES = 70
