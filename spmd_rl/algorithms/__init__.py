@@ -1,17 +1,73 @@
-"""Algorithms: from groups of episodes to per-token weights. One module each; a dict is the registry.
+"""Algorithms by name, and a name with what departs from it.
 
-An algorithm is `weigh(groups, config) -> (groups, samples, stats)`: the same groups with advantages filled in, and the
-weighted samples made from exactly these. Pure, on rank 0, without torch.
+One module per algorithm holds its formula, source and defaults; `resolve` lays the config's changes over it. Both sides
+of a run call it on the same config: rank 0 takes the rule for advantages, trainer ranks the policy loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
-from spmd_rl.algorithms import grpo
+from spmd_rl.algorithms import (
+    cispo,
+    dapo,
+    dr_grpo,
+    echo,
+    grpo,
+    gspo,
+    hierarchical,
+    max_rl,
+    opd,
+    opsd,
+    per_agent,
+    ppo,
+    ppo_critic,
+    reinforce_pp,
+    rloo,
+    sft,
+)
+from spmd_rl.algorithms.baselines import own_rule
+from spmd_rl.algorithms.types import Algorithm, PolicyLoss
 from spmd_rl.config.tree import AlgorithmConfig
-from spmd_rl.rollouts.types import Group, TrainSample
 
-Algorithm = Callable[[Sequence[Group], AlgorithmConfig], tuple[list[Group], list[TrainSample], dict[str, float]]]
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": grpo.ALGORITHM,
+    "dr_grpo": dr_grpo.ALGORITHM,
+    "dapo": dapo.ALGORITHM,
+    "rloo": rloo.ALGORITHM,
+    "reinforce_pp": reinforce_pp.ALGORITHM,
+    "gspo": gspo.ALGORITHM,
+    "cispo": cispo.ALGORITHM,
+    "ppo": ppo.ALGORITHM,
+    "ppo_critic": ppo_critic.ALGORITHM,
+    "max_rl": max_rl.ALGORITHM,
+    "per_agent": per_agent.ALGORITHM,
+    "hierarchical": hierarchical.ALGORITHM,
+    "echo": echo.ALGORITHM,
+    "opd": opd.ALGORITHM,
+    "opsd": opsd.ALGORITHM,
+    "sft": sft.ALGORITHM,
+}
 
-ALGORITHMS: dict[str, Algorithm] = {"grpo": grpo.weigh}
+
+def resolve(config: AlgorithmConfig) -> Algorithm:
+    """The named algorithm with the config's pieces in place of its own.
+
+    Raises ValueError for an own advantage function that does not load.
+    """
+    algorithm = ALGORITHMS[config.type]
+    if config.aggregation != "auto":
+        algorithm = replace(algorithm, aggregation=config.aggregation)
+    if config.std != "auto":
+        algorithm = replace(algorithm, std=config.std)
+    if config.advantage:
+        algorithm = replace(algorithm, advantages=own_rule(config.advantage))
+    return replace(algorithm, policy=policy_loss(config, algorithm.policy))
+
+
+def policy_loss(config: AlgorithmConfig, own: PolicyLoss) -> PolicyLoss:
+    """`own` with every number that the config sets (-1 leaves it)."""
+    clip = {"clip_low": config.clip.low, "clip_high": config.clip.high, "dual_clip": config.clip.dual}
+    numbers = clip | asdict(config.correction)
+    changes = {name: value for name, value in numbers.items() if value != -1}
+    return replace(own, **changes, proximal=config.proximal)

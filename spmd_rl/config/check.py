@@ -18,8 +18,8 @@ POSITIVE = (
     "trainer.optim.eps",
     "warmup.optim.eps",
     "orchestrator.sampling.temperature",
-    "orchestrator.algorithm.ipo_threshold",
-    "orchestrator.algorithm.ratio_cap",
+    "orchestrator.algorithm.critic.gamma",
+    "orchestrator.algorithm.critic.lr",
     "weights.bucket_mb",
     "clock.period_ms",
     "deadlines.heartbeat_s",
@@ -55,6 +55,17 @@ AT_LEAST = {
     "orchestrator.max_lag": 0,
     "orchestrator.sampling.max_tokens": 1,
     "orchestrator.max_error_rate": 0,
+    "orchestrator.algorithm.max_refill": 0,
+    "orchestrator.algorithm.minibatches": 1,
+    "orchestrator.algorithm.overlong_buffer": -1,
+    "orchestrator.algorithm.overlong_penalty": 0,
+    "orchestrator.algorithm.length_penalty": 0,
+    "orchestrator.algorithm.entropy_bonus": 0,
+    "orchestrator.algorithm.observation_weight": 0,
+    "orchestrator.algorithm.kl.coef": 0,
+    "orchestrator.algorithm.critic.lam": 0,
+    "orchestrator.algorithm.critic.clip": 0,
+    "orchestrator.algorithm.critic.warmup_steps": 0,
     "orchestrator.eval.tasks": 0,
     "orchestrator.eval.interval": 0,
     "orchestrator.eval.samples": 0,
@@ -148,11 +159,6 @@ def _batches(c: Config) -> Iterator[str]:
         yield (
             f"orchestrator.batch_size = {batch} is not a multiple of orchestrator.group_size = {group}: a batch holds "
             f"whole groups; set batch_size to {nearest}, or another group_size"
-        )
-    if c.orchestrator.algorithm.type == "grpo" and group == 1:
-        yield (
-            "orchestrator.group_size = 1 with orchestrator.algorithm.type = grpo: the baseline is the group's mean "
-            "reward, so every advantage would be 0; set group_size to 2 or more"
         )
 
 

@@ -71,12 +71,100 @@ class WarmupConfig:
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """Which algorithm turns rewards into per-token weights, and the bounds of the policy loss."""
+class ClipConfig:
+    """The clipped surrogate of PPO. -1 = as the algorithm has it."""
 
-    type: Literal["grpo"] = "grpo"
-    ipo_threshold: float = 0.3  # tokens with |p - mu| above this are masked out of the policy loss
-    ratio_cap: float = 5.0  # importance ratio p / mu is capped here (and carries no gradient)
+    low: float = -1.0  # the ratio is clipped below 1 - low
+    high: float = -1.0  # and above 1 + high
+    dual: float = -1.0  # bound on the ratio where the advantage is negative (dual clip); 0 = off
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Off-policy corrections by the ratio p / mu of trained and behaviour policy. All that are on apply together.
+
+    -1 = as the algorithm has it, 0 = off. Formulas and sources are in docs/algorithms.md.
+    """
+
+    ratio_cap: float = -1.0  # truncated importance sampling by token: min(ratio, cap)
+    sequence_cap: float = -1.0  # the same by sequence: min(product of ratios, cap), in place of the token's ratio
+    ipo: float = -1.0  # drop tokens with |p - mu| above this
+    dppo_tv: float = -1.0  # drop tokens that moved further than this in p, the way their advantage pushes them
+    dppo_kl: float = -1.0  # the same by binary KL divergence, in nats
+    fallen: float = -1.0  # drop tokens whose p has fallen further than this below mu, whatever their advantage
+    icepop_low: float = -1.0  # drop tokens with a ratio below this
+    icepop_high: float = -1.0  # drop tokens with a ratio above this
+    geometric_low: float = -1.0  # drop sequences whose geometric mean ratio is below this
+    geometric_high: float = -1.0  # drop sequences whose geometric mean ratio is above this
+    negative_sequence: float = -1.0  # drop sequences of negative advantage with mean log(mu / p) above this, in nats
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """A penalty for leaving the reference model (`algorithm.reference`)."""
+
+    coef: float = 0.0  # 0 = none
+    estimator: Literal["k1", "k2", "k3"] = "k3"  # of KL(policy || reference) from the sampled token
+    place: Literal["loss", "reward"] = "loss"  # reward: every token's advantage loses the penalties from it on
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The critic of `ppo_critic`: a network of its own, of the model's architecture with a scalar head."""
+
+    lr: float = 1e-5
+    gamma: float = 1.0  # discount per sampled token
+    lam: float = 1.0  # lambda of generalised advantage estimation
+    clip: float = 0.0  # values move at most this far from their old ones per step; 0 = no clipping
+    warmup_steps: int = 0  # steps in which only the critic learns
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """From rewards to the loss: a named algorithm, and what departs from it.
+
+    "auto" and -1 stand for what the algorithm itself has (docs/algorithms.md).
+    """
+
+    type: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "reinforce_pp",
+        "gspo",
+        "cispo",
+        "ppo",
+        "ppo_critic",
+        "max_rl",
+        "per_agent",
+        "hierarchical",
+        "echo",
+        "opd",
+        "opsd",
+        "sft",
+    ] = "grpo"
+    advantage: str = ""  # your own, pkg.mod:function or file.py:function, in place of the algorithm's
+    loss: str = ""  # your own policy loss, likewise
+    std: Literal["auto", "none", "group", "batch"] = "auto"  # what advantages are divided by
+    aggregation: Literal["auto", "token", "sequence", "prompt", "constant"] = "auto"  # what a batch is the mean of
+    zero_variance: Literal["auto", "refill", "keep"] = "auto"  # groups of equal rewards: drop and sample others
+    max_refill: float = 2.0  # groups dropped per group of the batch at most; beyond, they are kept
+    minibatches: int = 1  # optimizer steps that share one batch
+    proximal: bool = False  # decoupled PPO: clip around the policy at the start of the batch
+    mask_truncated: bool = False  # rollouts that hit a length limit are not trained on
+    overlong_buffer: int = -1  # tokens before the limit in which the penalty for length grows; 0 = no penalty
+    overlong_penalty: float = 1.0  # taken off the reward at the limit
+    length_penalty: float = 0.0  # share of the group's mean reward that its longest rollout loses
+    entropy_bonus: float = 0.0
+    observation_weight: float = 0.1  # echo: cross-entropy on what the environment said, relative to a sampled token
+    baseline_decay: float = 0.95  # per_agent: of the moving average of rewards
+    episode_agent: str = "solver"  # hierarchical: this agent's samples are compared within their episode
+    reference: str = ""  # frozen model of kl, opd (the teacher) and sft; empty: the policy that RL starts from
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    kl: KLConfig = field(default_factory=KLConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from spmd_rl.models.hf_folder import export, read_tensors, tensor_shapes
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.qwen3 import Qwen3
 
-__all__ = ["build", "build_and_load", "export", "hf_named_parameters", "load_weights", "resolve"]
+__all__ = ["build", "build_and_load", "export", "hf_named_parameters", "hidden_size", "load_weights", "resolve"]
 
 CUSTOM = {"qwen3": Qwen3}  # by model_type
 
@@ -104,6 +104,11 @@ def hf_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     prefix = HFModel.PREFIX if isinstance(model, HFModel) else ""
     for name, parameter in model.named_parameters():
         yield name.removeprefix(prefix), parameter
+
+
+def hidden_size(folder: str) -> int:
+    """Width of the hidden states of the folder's model."""
+    return int(_hf_config(folder).get_text_config().hidden_size)
 
 
 def _no_custom(model_type: str, config: Any) -> str | None:

@@ -69,7 +69,7 @@ def _sample_row(sample: Sample, decode: Decode) -> dict[str, Any]:
         "advantage": None,
     }
     if sample.advantages is not None and sampled.size:
-        row["advantage"] = float(sample.advantages[sampled].mean())
+        row["advantage"] = float(np.broadcast_to(sample.advantages, len(sample.mask))[sampled].mean())
     return row
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from spmd_rl.algorithms import ALGORITHMS
+from spmd_rl.algorithms.types import Algorithm, Memory
+from spmd_rl.algorithms.weigh import weigh
 from spmd_rl.config.tree import OrchestratorConfig
 from spmd_rl.rollouts.types import Episode, Group, TrainSample
 
@@ -17,8 +18,13 @@ class Batch:
     """One batch: its groups, what the trainer sees of them, and the algorithm's figures."""
 
     groups: list[Group]  # as they were weighed: with advantages, and with the rewards that these come from
-    samples: list[TrainSample]
+    minibatches: list[list[TrainSample]]  # one optimizer step each
     stats: dict[str, float]
+
+    @property
+    def tokens(self) -> int:
+        """All tokens that are trained on or attended to, prompts included."""
+        return sum(len(sample.tokens) for minibatch in self.minibatches for sample in minibatch)
 
     @property
     def episodes(self) -> list[Episode]:
@@ -31,10 +37,16 @@ class Batch:
         return step - 1 - np.concatenate(sampled)
 
 
-def make_batch(groups: list[Group], config: OrchestratorConfig, shuffle_seed: int) -> Batch:
-    """Let the algorithm weigh the groups. With `shuffle_rewards` (a control) rewards change places first."""
-    rewarded = shuffle_rewards(groups, shuffle_seed) if config.shuffle_rewards else groups
-    return Batch(*ALGORITHMS[config.algorithm.type](rewarded, config.algorithm))
+def make_batch(
+    groups: list[Group], config: OrchestratorConfig, algorithm: Algorithm, memory: Memory, seed: int
+) -> Batch:
+    """Let the algorithm weigh the groups, each minibatch with denominators of its own.
+
+    With `shuffle_rewards` (a control) rewards change places first. `seed` is that of the shuffle.
+    """
+    rewarded = shuffle_rewards(groups, seed) if config.shuffle_rewards else groups
+    weighed = weigh(rewarded, algorithm, config, memory)
+    return Batch(weighed.groups, weighed.minibatches, weighed.stats)
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:

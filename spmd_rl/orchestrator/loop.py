@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from spmd_rl.algorithms import supervised
+from spmd_rl.algorithms import resolve, supervised
+from spmd_rl.algorithms.types import Memory
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator.batch import Batch, make_batch
@@ -74,7 +75,7 @@ class Loop:
             if len(ordered) >= AHEAD:
                 self.report.warmup_step(await ordered.pop(0))
             pairs = [self._teach(step, i) for i in range(self.config.warmup.batch_size)]
-            packed = pack(supervised.train_samples(pairs), self.link.trainers, self.config.seq_len)
+            packed = [pack(supervised.train_samples(pairs), self.link.trainers, self.config.seq_len)]
             ordered.append(self._order_training("warmup", step, packed))
         for future in ordered:
             self.report.warmup_step(await future)
@@ -91,6 +92,7 @@ class Loop:
         """Reinforcement learning, from version 0 to version max_steps."""
         o = self.config.orchestrator
         window = Window(o.batch_size // o.group_size, o.max_lag, o.window_fraction, o.order)
+        algorithm, memory = resolve(o.algorithm), Memory()
         async with asyncio.TaskGroup() as tasks:
             sampler = Sampler(self.services, self.envs, window, tasks)
             sampler.admit(version=0)
@@ -99,8 +101,8 @@ class Loop:
                 groups = await sampler.next_batch()
                 if len(booked) >= AHEAD:
                     await booked[-AHEAD]
-                batch = make_batch(groups, o, seed_of(self.config.seed, "shuffle", step))
-                packed = pack(batch.samples, self.link.trainers, self.config.seq_len)
+                batch = make_batch(groups, o, algorithm, memory, seed_of(self.config.seed, "shuffle", step))
+                packed = [pack(samples, self.link.trainers, self.config.seq_len) for samples in batch.minibatches]
                 trained = self._order_training("rl", step, packed)
                 self.versions.publish(step)
                 previous = booked[-1] if booked else None
@@ -110,7 +112,7 @@ class Loop:
         self,
         step: int,
         batch: Batch,
-        packed: Packed,
+        packed: list[Packed],
         trained: asyncio.Future[Trained],
         sampler: Sampler,
         previous: asyncio.Task | None,
@@ -128,11 +130,13 @@ class Loop:
         if every and step % every == 0 and step < self.config.max_steps:
             await self._export(f"hf_step_{step:06d}")
 
-    def _order_training(self, phase: str, step: int, packed: Packed) -> asyncio.Future[Trained]:
+    def _order_training(self, phase: str, step: int, packed: list[Packed]) -> asyncio.Future[Trained]:
         future: asyncio.Future[Trained] = asyncio.get_running_loop().create_future()
         self._trained[phase, step] = future
         future.add_done_callback(lambda _: self._trained.pop((phase, step)))
-        self.link.order([Train(step, phase, [_columns(row) for row in rows]) for rows in packed.rows])
+        ranks = range(self.link.trainers)
+        rows = [[[_columns(row) for row in minibatch.rows[rank]] for minibatch in packed] for rank in ranks]
+        self.link.order([Train(step, phase, rows[rank]) for rank in ranks])
         return future
 
     async def _evaluate(self, step: int) -> None:
@@ -164,4 +168,5 @@ async def watch_progress(link: Link, stall_s: float, beat, period_s: float = 0.1
 
 
 def _columns(row: Row) -> dict[str, np.ndarray]:
-    return {field.name: getattr(row, field.name) for field in fields(Row)}
+    columns = {field.name: getattr(row, field.name) for field in fields(Row)}
+    return {name: column for name, column in columns.items() if column is not None}

@@ -50,10 +50,10 @@ class Report:
         metrics = trained.metrics
         self._log({"phase": "warmup", "step": trained.step, "version": 0, **metrics, "time/step_s": self._lap()})
 
-    def rl_step(self, step: int, batch: Batch, packed: Packed, trained: Trained, pull: dict[str, float]) -> None:
+    def rl_step(self, step: int, batch: Batch, packed: list[Packed], trained: Trained, pull: dict[str, float]) -> None:
         """An optimizer step is complete, and its weights are on all engines."""
         lags, step_s = batch.lags(step), self._lap()
-        tokens = sum(len(sample.tokens) for sample in batch.samples)
+        tokens = batch.tokens
         record = {
             "phase": "rl",
             "step": step,
@@ -65,8 +65,8 @@ class Report:
             "lag/mean": float(lags.mean()),
             "lag/max": float(lags.max()),
             **pull,
-            "pack/fill": packed.stats.fill,
-            "pack/micro_steps": float(packed.stats.micro_steps),
+            "pack/fill": sum(p.stats.fill for p in packed) / len(packed),
+            "pack/micro_steps": float(sum(p.stats.micro_steps for p in packed)),
             "time/step_s": step_s,
             "perf/trainer_tokens_per_s": tokens / trained.metrics["time/train_s"],
             **self._engine_figures(step_s),

@@ -7,8 +7,11 @@ which no episode is valid is dropped and replaced. Nothing else is ever thrown a
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator.link import Link
@@ -59,6 +62,7 @@ class Sampler:
         self._wanted = services.config.max_steps * (orchestrator.batch_size // orchestrator.group_size)
         self._ratios = [source.ratio for source in orchestrator.source]
         self._drawn = [0] * len(envs)  # tasks drawn per source: the data cursors
+        self._hints = resolve(orchestrator.algorithm).teacher == "hint"
         self._version = 0  # on the engines
         self._finished: dict[int, Group] = {}
         self._changed = asyncio.Event()
@@ -104,7 +108,8 @@ class Sampler:
         rollout = group * self._group_size + sample
         policy = services.policy(services.config.orchestrator.sampling, group=group, rollout=rollout, seed=seed)
         try:
-            return await services.rollouts.run(env, task, policy)
+            episode = await services.rollouts.run(env, task, policy)
+            return with_hint(episode, env.hint(task)) if self._hints else episode
         finally:
             services.router.forget_rollout(group, rollout)
 
@@ -113,3 +118,9 @@ class Sampler:
         source = min(range(len(self._envs)), key=lambda s: (self._drawn[s] + 1) / self._ratios[s])
         self._drawn[source] += 1
         return source
+
+
+def with_hint(episode: Episode, hint: np.ndarray) -> Episode:
+    """The episode with a hinted prompt, int32[H], in all its samples."""
+    samples = tuple(replace(sample, hint=np.asarray(hint, dtype=np.int32)) for sample in episode.samples)
+    return replace(episode, samples=samples)

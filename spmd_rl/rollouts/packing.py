@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spmd_rl.rollouts.types import Row, TrainSample
+from spmd_rl.rollouts.types import Row, TrainSample, Weight
 
 Cost = Callable[[np.ndarray], np.ndarray]  # lengths int64[n] → load of each, growing with the length
 Layout = list[list[list[int]]]  # [rank][micro-step] → the samples' indices, ascending
@@ -58,11 +58,16 @@ def pack(samples: Sequence[TrainSample], ranks: int, seq_len: int, cost: Cost | 
             "raise seq_len, or bound the rollouts (max_tokens, turns)"
         )
     for i, sample in enumerate(samples):
-        if sample.pg_weight[0] != 0 or sample.ce_weight[0] != 0:
+        if any(_at_first(sample, w) for w in (sample.pg_weight, sample.ce_weight, sample.kl_weight)):
             raise ValueError(f"sample {i} of {len(samples)} weighs its first token, which nothing predicts")
     layout = lay_out(lengths, ranks, seq_len, cost)
     rows = [[_row([samples[i] for i in row]) if row else _padding() for row in micro_rows] for micro_rows in layout]
     return Packed(rows, describe(layout, lengths, seq_len, cost))
+
+
+def _at_first(sample: TrainSample, weight: Weight) -> float:
+    """The weight of the sample's first token."""
+    return float(weight[0]) if isinstance(weight, np.ndarray) else weight * float(sample.mask[0])
 
 
 def lay_out(lengths: np.ndarray, ranks: int, seq_len: int, cost: Cost | None = None) -> Layout:
@@ -230,28 +235,72 @@ def _even_out(
 
 def _row(documents: list[TrainSample]) -> Row:
     """One row of whole documents, targets shifted: column values at t speak of the token at t + 1."""
-    tokens = np.concatenate([d.tokens for d in documents]).astype(np.int32, copy=False)
     cu_seqlens = np.cumsum([0, *(len(d.tokens) for d in documents)], dtype=np.int32)
-    ends = cu_seqlens[1:] - 1
-
-    def shifted(columns: list[np.ndarray], dtype: type, at_ends: float) -> np.ndarray:
-        column: np.ndarray = np.concatenate([*columns, [0]]).astype(dtype)[1:]
-        column[ends] = at_ends
-        return column
-
+    tokens = np.concatenate([d.tokens for d in documents]).astype(np.int32, copy=False)
+    targets = np.empty_like(tokens)
+    targets[:-1] = tokens[1:]
+    targets[cu_seqlens[1:] - 1] = 0
+    hints = [d for d in documents if d.hint is not None]
+    hinted = [_hinted(d) for d in documents] if hints else []
     return Row(
         tokens=tokens,
-        targets=shifted([d.tokens for d in documents], np.int32, 0),
-        mask=shifted([d.mask for d in documents], np.uint8, 0),
-        logprobs=shifted([d.logprobs for d in documents], np.float32, 0),
-        temperatures=shifted([d.temperatures for d in documents], np.float32, 1),
-        pg_weight=shifted([d.pg_weight for d in documents], np.float32, 0),
-        ce_weight=shifted([d.ce_weight for d in documents], np.float32, 0),
+        targets=targets,
+        mask=_shifted([d.mask for d in documents], cu_seqlens, np.uint8),
+        logprobs=_shifted([d.logprobs for d in documents], cu_seqlens, np.float32),
+        temperatures=_shifted([d.temperatures for d in documents], cu_seqlens, np.float32, at_ends=1),
         cu_seqlens=cu_seqlens,
+        pg_weight=_stream([d.pg_weight for d in documents], documents, cu_seqlens),
+        ce_weight=_stream([d.ce_weight for d in documents], documents, cu_seqlens),
+        kl_weight=_stream([d.kl_weight for d in documents], documents, cu_seqlens),
+        entropy_weight=_stream([d.entropy_weight for d in documents], documents, cu_seqlens),
+        rewards=_stream([_at_last(d) for d in documents], documents, cu_seqlens),
+        hinted=np.concatenate(hinted).astype(np.int32, copy=False) if hints else None,
+        hinted_cu_seqlens=np.cumsum([0, *map(len, hinted)], dtype=np.int32) if hints else None,
     )
+
+
+def _shifted(columns: list[np.ndarray], cu_seqlens: np.ndarray, dtype: type, at_ends: float = 0) -> np.ndarray:
+    """The columns end to end, each moved one place to the left; what is pushed in behind them is `at_ends`."""
+    row = np.empty(cu_seqlens[-1], dtype)
+    for column, start, end in zip(columns, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        row[start : end - 1] = column[1:]
+    row[cu_seqlens[1:] - 1] = at_ends
+    return row
+
+
+def _stream(weights: list[Weight], documents: list[TrainSample], cu_seqlens: np.ndarray) -> np.ndarray | None:
+    """Weights as a column; None when all are 0. A number stands for number × mask."""
+    if not any(w.any() if isinstance(w, np.ndarray) else w for w in weights):
+        return None
+    row = np.zeros(cu_seqlens[-1], np.float32)
+    for weight, document, start, end in zip(
+        weights, documents, cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True
+    ):
+        if isinstance(weight, np.ndarray):
+            row[start : end - 1] = weight[1:]
+        elif weight:
+            np.multiply(document.mask[1:], np.float32(weight), out=row[start : end - 1], casting="unsafe")
+    return row
+
+
+def _at_last(document: TrainSample) -> Weight:
+    """The document's reward as a stream: on its last sampled token, 0 elsewhere."""
+    if not document.reward:
+        return 0.0
+    sampled = np.flatnonzero(document.mask)
+    stream = np.zeros(len(document.tokens), np.float32)
+    stream[sampled[-1:]] = document.reward
+    return stream
+
+
+def _hinted(document: TrainSample) -> np.ndarray:
+    """The document with its hint in place of everything before the first sampled token."""
+    first = int(document.mask.argmax())
+    hint = document.tokens[:first] if document.hint is None else document.hint
+    return np.concatenate([hint, document.tokens[first:]])
 
 
 def _padding() -> Row:
     """A row for a rank that has nothing to do but must take part: one document, one token 0, no weight."""
     zero = np.zeros(1, np.float32)
-    return _row([TrainSample(np.zeros(1, np.int32), np.zeros(1, np.uint8), zero, zero + 1, zero, zero)])
+    return _row([TrainSample(np.zeros(1, np.int32), np.zeros(1, np.uint8), zero, zero + 1)])

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 Status = Literal["ok", "truncated", "timeout", "failed"]
+Weight = np.ndarray | float  # float32[T], or one number for all tokens with mask 1 (and 0 for the others)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,10 @@ class Sample:
     logprobs: np.ndarray  # float32[T]: behaviour logprob (processed: with temperature) of sampled tokens
     versions: np.ndarray  # int32[T]: policy version that sampled the token, -1 elsewhere
     temperatures: np.ndarray  # float32[T]: sampling temperature of the token, 1 elsewhere
-    advantages: np.ndarray | None = None  # float32[T], filled in by the algorithm
+    agent: str = ""  # whose tokens these are, where several agents or seats take part
+    reward: float | None = None  # of this sample alone; None: the episode's
+    hint: np.ndarray | None = None  # int32[H]: a prompt that gives the answer away, for self-distillation
+    advantages: Weight | None = None  # float32[T], or one number for every sampled token; the algorithm's
 
 
 @dataclass(frozen=True)
@@ -91,23 +95,33 @@ class TrainSample:
     mask: np.ndarray  # uint8[T]: 1 = sampled by the policy (also where the advantage, and so the weight, is 0)
     logprobs: np.ndarray  # float32[T]: behaviour logprobs; 0 where unused
     temperatures: np.ndarray  # float32[T]
-    pg_weight: np.ndarray  # float32[T]: weight of the policy-gradient term of the token
-    ce_weight: np.ndarray  # float32[T]: weight of the cross-entropy term of the token
+    pg_weight: Weight = 0.0  # of the policy-gradient term: advantage × share of the batch
+    ce_weight: Weight = 0.0  # of the cross-entropy term
+    kl_weight: Weight = 0.0  # of the distance to the reference model, or of the distillation from it
+    entropy_weight: Weight = 0.0  # of the entropy bonus
+    reward: float = 0.0  # what a critic learns from; it arrives with the last sampled token
+    hint: np.ndarray | None = None  # int32[H]: what stands in the prompt's place when the policy teaches itself
 
 
 @dataclass(frozen=True)
 class Row:
     """One packed row of L tokens: what a micro-batch of one data-parallel rank consumes.
 
-    Columns are aligned to *inputs*: at position t, `targets[t]` is the next token of the same document and the other
-    columns speak of that target. The last token of each document has target 0, mask 0 and zero weights.
+    Columns are aligned to *inputs*: at position t, column values speak of the token at t + 1 of the same document
+    (the target). The last token of each document has mask 0 and zero weights. A stream that is zero in the whole row
+    is None, and so is never sent.
     """
 
     tokens: np.ndarray  # int32[L]
-    targets: np.ndarray  # int32[L]
+    targets: np.ndarray  # int32[L]: the next token of the same document, 0 at its end
     mask: np.ndarray  # uint8[L]: 1 = the target was sampled by the policy
     logprobs: np.ndarray  # float32[L]
     temperatures: np.ndarray  # float32[L]
-    pg_weight: np.ndarray  # float32[L]
-    ce_weight: np.ndarray  # float32[L]
     cu_seqlens: np.ndarray  # int32[documents + 1]: document i is [cu_seqlens[i], cu_seqlens[i+1])
+    pg_weight: np.ndarray | None = None  # float32[L], as all streams
+    ce_weight: np.ndarray | None = None
+    kl_weight: np.ndarray | None = None
+    entropy_weight: np.ndarray | None = None
+    rewards: np.ndarray | None = None  # float32[L]: 0 but for the last sampled token of a document
+    hinted: np.ndarray | None = None  # int32[M]: the documents with their hints, for self-distillation
+    hinted_cu_seqlens: np.ndarray | None = None  # int32[documents + 1]

@@ -1,4 +1,4 @@
-"""The model, its optimizer and what can be done with them: take a step, score sequences, hand out the weights.
+"""The model, its optimizer and what can be done with them: take steps, score sequences, hand out the weights.
 
 What it refuses to know: where rows come from, where weights go, what step or policy version this is. Methods marked
 "collective" are called by all trainer ranks in the same order; none of them talks to anybody else.
@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -20,19 +21,38 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import Config, OptimConfig
 from spmd_rl.models import build as models
 from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
-from spmd_rl.trainer.loss import Stats, row_loss
+from spmd_rl.trainer.critic import Critic
+from spmd_rl.trainer.inputs import LossInputs
+from spmd_rl.trainer.loss import Loss
 from spmd_rl.trainer.optim import clip_gradients, gradient_norm, make_optimizer
 from spmd_rl.trainer.parallel import parallelize, reshard
+from spmd_rl.trainer.references import frozen_logprobs, hinted_logprobs
+from spmd_rl.trainer.row_stats import Stats
+from spmd_rl.trainer.row_tensors import RowTensors, check_row, tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class _Work:
+    """One row on this rank, and what was computed about it before the weights changed."""
+
+    row: Row
+    tensors: RowTensors
+    reference_T: Tensor | None = None
+    proximal_T: Tensor | None = None
+    pg_weight_T: Tensor | None = None
+    shares_T: Tensor | None = None  # of a critic's loss
+    returns_T: Tensor | None = None
 
 
 class Learner:
@@ -54,16 +74,17 @@ class Learner:
         settings = config.trainer.model
         self.device, self.group, self.beat = device, group, beat
         self.dtype_name, self.dtype = settings.dtype, DTYPES[settings.dtype]
-        self._bounds = config.orchestrator.algorithm
+        self._config, self._mesh = config, mesh
+        self._algorithm = resolve(config.orchestrator.algorithm)
+        self._loss = Loss.build(config.orchestrator.algorithm, self._algorithm)
         self._seconds: dict[str, float] = {}
         beat("load model")
         self.folder = models.resolve(config.model.name)
-        # Master weights are float32; settings.dtype is the dtype of compute and wire.
-        self.model = models.build_and_load(
-            self.folder, settings.impl, settings.attn, settings.lm_head_chunk, device, torch.float32
-        )
+        self.model = self._build(self.folder)
         parallelize(self.model, mesh, settings.dtype)
         self._named = list(models.hf_named_parameters(self.model))
+        self._reference = self._build_reference()
+        self._critic = self._build_critic() if self._algorithm.critic else None
         self.reset_optimizer(config.warmup.optim if config.warmup.steps else config.trainer.optim)
 
     def reset_optimizer(self, optim: OptimConfig) -> None:
@@ -71,27 +92,67 @@ class Learner:
         self._max_norm = optim.max_norm
         self._optimizer = make_optimizer((parameter for _, parameter in self._named), optim)
 
-    def step(self, rows: Sequence[Row], lr: float) -> dict[str, float]:
-        """One optimizer step over this rank's rows; collective, with equally many rows on every rank.
+    @torch.no_grad()
+    def start_rl(self) -> None:
+        """The weights as they are now are version 0: a fresh optimizer, and the reference where no folder is named."""
+        self.reset_optimizer(self._config.trainer.optim)
+        if self._reference is not None and not self._config.orchestrator.algorithm.reference:
+            for frozen, parameter in zip(self._reference.parameters(), self.model.parameters(), strict=True):
+                frozen.copy_(parameter)
 
-        A rank without work passes rows whose weights are all zero. Returns the metrics of all ranks together, and
-        this rank's seconds per phase. Raises ValueError for rows that do not fit together, FloatingPointError on all
-        ranks alike when the loss or the gradient norm is not finite; the weights are untouched then.
+    def step(self, minibatches: Sequence[Sequence[Row]], lr: float, train_policy: bool = True) -> dict[str, float]:
+        """One optimizer step per minibatch, over this rank's rows; collective, equally many rows on every rank.
+
+        A rank without work passes rows whose weights are all zero. Returns the metrics of all ranks together, summed
+        or averaged over minibatches, and this rank's seconds per phase. Without `train_policy` only a critic learns.
+        Raises ValueError for rows that do not fit together, FloatingPointError on all ranks alike when the loss or
+        the gradient norm is not finite; the weights are untouched then.
         """
-        if not rows:
+        if not minibatches or not all(minibatches):
             raise ValueError("a step needs at least one row per rank; a rank without work gets a row of zero weights")
-        for row in rows:
+        for row in (row for rows in minibatches for row in rows):
             check_row(row)
         self._seconds = {}
+        prepared = [[_Work(row, RowTensors.build(row, self.device)) for row in rows] for rows in minibatches]
+        self._prepare([work for works in prepared for work in works])
+        results = [self._update(works, lr, train_policy) for works in prepared]
+        metrics = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        metrics |= {name: value * len(results) for name, value in metrics.items() if name.startswith("tokens/")}
+        return metrics | {"lr": lr} | {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+
+    def _prepare(self, works: Sequence[_Work]) -> None:
+        """What the losses compare with, from the weights as the batch begins."""
+        if self._algorithm.policy.proximal:
+            with self._phase("proximal"):
+                for work in works:
+                    work.proximal_T = frozen_logprobs(self.model, work.tensors)
+        if self._reference is not None:
+            with self._phase("reference"):
+                for work in works:
+                    work.reference_T = frozen_logprobs(self._reference, work.tensors)
+        if self._critic is not None:
+            with self._phase("critic"):
+                normalise = self._algorithm.std == "batch"
+                pairs = self._critic.advantages([w.row for w in works], [w.tensors for w in works], normalise)
+            for work, (advantages_T, returns_T) in zip(works, pairs, strict=True):
+                work.shares_T = self._column(work, "pg_weight")
+                work.pg_weight_T, work.returns_T = work.shares_T * advantages_T, returns_T
+
+    def _update(self, works: Sequence[_Work], lr: float, train_policy: bool) -> dict[str, float]:
+        """One optimizer step of the policy, and one of the critic."""
         self._optimizer.zero_grad(set_to_none=True)
-        stats = reduce(add, [self._forward_backward(row) for row in rows])
+        stats = reduce(add, [self._forward_backward(work) for work in works])
         with self._phase("reduce"):
             metrics = self._all_reduce(stats).metrics()
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the loss is {metrics['loss']}; the weights were not changed")
         with self._phase("optim"):
-            metrics["grad_norm"] = self._apply_gradients(lr)
-        return metrics | {"lr": lr} | {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
+            metrics["grad_norm"] = self._apply_gradients(lr if train_policy or self._critic is None else 0.0)
+        if self._critic is not None:
+            with self._phase("critic"):
+                rows, columns = [w.tensors for w in works], [(w.returns_T, w.shares_T) for w in works]
+                metrics |= self._critic.step(rows, [c[0] for c in columns], [c[1] for c in columns])
+        return metrics
 
     @torch.no_grad()
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -104,7 +165,7 @@ class Learner:
         if not lengths or min(lengths) < 1:
             raise ValueError(f"score needs sequences of at least one token, got lengths {lengths}")
         cu_seqlens = np.cumsum([0, *lengths])
-        tokens_T = self._tensor(np.concatenate(sequences), torch.int64)
+        tokens_T = tensor(np.concatenate(sequences), torch.int64, self.device)
         documents = Documents.build(cu_seqlens, self.device)
         with self._phase("score"):
             # The last token of a sequence is "followed" by the first of the next one; that column is cut off below.
@@ -145,28 +206,72 @@ class Learner:
             for _ in tensors:  # the ranks that only help to gather; and after a failed write, so that nobody hangs
                 pass
 
-    def _forward_backward(self, row: Row) -> Stats:
+    def _forward_backward(self, work: _Work) -> Stats:
         """Adds one row's gradient; returns its sums."""
+        reference_T = work.reference_T
+        if self._algorithm.teacher == "hint":  # of the weights as they are now, not as the batch began
+            with self._phase("reference"):
+                reference_T = hinted_logprobs(self.model, work.row, self.device)
         with self._phase("forward"):
-            logprobs_T, entropies_T = self.model(
-                self._tensor(row.tokens, torch.int64),
-                Documents.build(row.cu_seqlens, self.device),
-                self._tensor(row.targets, torch.int64),
-                self._tensor(row.temperatures, torch.float32),
-            )
-            loss, stats = row_loss(
-                logprobs_T,
-                entropies_T,
-                self._tensor(row.logprobs, torch.float32),
-                self._tensor(row.mask, torch.uint8),
-                self._tensor(row.pg_weight, torch.float32),
-                self._tensor(row.ce_weight, torch.float32),
-                ipo_threshold=self._bounds.ipo_threshold,
-                ratio_cap=self._bounds.ratio_cap,
+            logprobs_T, entropies_T = work.tensors.logprobs(self.model)
+            loss, stats = self._loss(
+                LossInputs(
+                    logprobs_T=logprobs_T,
+                    entropies_T=entropies_T,
+                    behaviour_T=self._column(work, "logprobs"),
+                    mask_T=tensor(work.row.mask, torch.bool, self.device),
+                    document_T=work.tensors.document_T,
+                    documents=len(work.row.cu_seqlens) - 1,
+                    pg_weight_T=self._column(work, "pg_weight") if work.pg_weight_T is None else work.pg_weight_T,
+                    ce_weight_T=self._column(work, "ce_weight"),
+                    kl_weight_T=self._column(work, "kl_weight"),
+                    entropy_weight_T=self._column(work, "entropy_weight"),
+                    reference_T=reference_T,
+                    proximal_T=work.proximal_T,
+                )
             )
         with self._phase("backward"):
             loss.backward()
         return stats
+
+    def _column(self, work: _Work, name: str) -> Tensor:
+        """A float32 column on the device; zeros where the row has none."""
+        column = getattr(work.row, name)
+        if column is None:
+            return torch.zeros(len(work.row.tokens), device=self.device)
+        return tensor(column, torch.float32, self.device)
+
+    def _build(self, folder: str) -> nn.Module:
+        """A model that is not sharded yet. Master weights are float32; compute and wire have the config's dtype."""
+        settings = self._config.trainer.model
+        return models.build_and_load(
+            folder, settings.impl, settings.attn, settings.lm_head_chunk, self.device, torch.float32
+        )
+
+    def _build_reference(self) -> nn.Module | None:
+        """The frozen model, where the algorithm compares with one."""
+        algorithm = self._config.orchestrator.algorithm
+        if algorithm.kl.coef == 0 and self._algorithm.teacher != "reference":
+            return None
+        self.beat("load reference model")
+        reference = self._build(models.resolve(algorithm.reference) if algorithm.reference else self.folder)
+        reference.requires_grad_(False)
+        parallelize(reference, self._mesh, self.dtype_name)
+        return reference
+
+    def _build_critic(self) -> Critic:
+        self.beat("load critic")
+        config = self._config.orchestrator.algorithm.critic
+        return Critic(
+            self._build(self.folder),
+            models.hidden_size(self.folder),
+            config,
+            replace(self._config.trainer.optim, lr=config.lr),
+            self._mesh,
+            self.device,
+            self.dtype_name,
+            self.group,
+        )
 
     def _all_reduce(self, stats: Stats) -> Stats:
         if self.group is not None:
@@ -199,21 +304,6 @@ class Learner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
-
-    def _tensor(self, column: np.ndarray, dtype: torch.dtype) -> Tensor:
-        """A copy on the device: columns off the wire are read-only."""
-        return torch.tensor(column, dtype=dtype, device=self.device)
-
-
-def check_row(row: Row) -> None:
-    """Raises ValueError, naming the column, unless all columns of a row have one length that cu_seqlens ends with."""
-    length = len(row.tokens)
-    columns = ("targets", "mask", "logprobs", "temperatures", "pg_weight", "ce_weight")
-    wrong = {name: len(getattr(row, name)) for name in columns if len(getattr(row, name)) != length}
-    if wrong:
-        raise ValueError(f"a row of {length} tokens has columns of other lengths: {wrong}")
-    if not len(row.cu_seqlens) or row.cu_seqlens[-1] != length:
-        raise ValueError(f"a row of {length} tokens has cu_seqlens {row.cu_seqlens}; they must end with {length}")
 
 
 def _finite(gradient: Tensor | None) -> bool:

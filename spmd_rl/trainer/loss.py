@@ -1,121 +1,129 @@
 """The training loss of one packed row, and the sums from which its metrics are made.
 
-What it refuses to know: advantages, aggregation, micro-batches, ranks. All of that is already inside the two weight
+    loss = policy term − Σ ce_weight · log p − Σ entropy_weight · H + Σ kl_weight · k(p, reference)
+
+What it refuses to know: advantages, aggregation, micro-batches, ranks. All of that is already inside the weight
 streams, which hold the batch's global denominator; so losses and gradients of rows simply add up.
 
 Invariants: ratios live in log space, so value and gradient are finite for any finite log-probabilities; a token
-whose weights are zero contributes exactly 0 to both, whatever its log-probability is (0 · inf never happens).
+whose weights are zero contributes exactly 0 to both, whatever its log-probability is (0 · inf never happens). The loss
+is a float64 scalar: its value does not depend on the order in which rows are added.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-SUMS = ("loss", "tokens_sampled", "tokens_trained", "tokens_ce", "tokens_masked", "tokens_used", "entropy", "k3")
-MAXIMA = ("k3_max",)
+from spmd_rl.algorithms.types import Algorithm, PolicyLoss
+from spmd_rl.config.imports import load_object
+from spmd_rl.config.tree import AlgorithmConfig, KLConfig
+from spmd_rl.trainer.corrections import LARGEST_LOG_RATIO, kept, truncated
+from spmd_rl.trainer.inputs import LossInputs
+from spmd_rl.trainer.row_stats import Stats, row_stats
+
+PolicyTerm = Callable[[LossInputs], Tensor]  # float[T], already weighted; it is summed and minimised
 
 
 @dataclass(frozen=True)
-class Stats:
-    """Metrics of some rows, in a form that ranks can all-reduce: everything is a sum, or a maximum, over tokens."""
+class Loss:
+    """Everything about the loss that does not change from row to row."""
 
-    sums_S: Tensor  # float64[len(SUMS)]
-    maxima_M: Tensor  # float64[len(MAXIMA)]
+    policy: PolicyLoss
+    kl: KLConfig
+    teacher: bool  # the policy term moves to the reference: distillation
+    entropy: bool  # there is a bonus; without one no gradient of the entropy is computed
+    own_term: PolicyTerm | None = None  # in place of the policy's surrogate and corrections
 
-    def __add__(self, other: Stats) -> Stats:
-        return Stats(self.sums_S + other.sums_S, torch.maximum(self.maxima_M, other.maxima_M))
+    @classmethod
+    def build(cls, config: AlgorithmConfig, algorithm: Algorithm) -> Loss:
+        """Raises ImportError or ValueError for an own loss that does not load."""
+        own = load_object(config.loss, "orchestrator.algorithm.loss") if config.loss else None
+        return cls(algorithm.policy, config.kl, algorithm.learns == "teacher", config.entropy_bonus != 0, own)
 
-    def metrics(self) -> dict[str, float]:
-        """Means over the tokens that each metric speaks of; 0 where there are none."""
-        total = dict(zip(SUMS, self.sums_S.tolist(), strict=True)) | dict(
-            zip(MAXIMA, self.maxima_M.tolist(), strict=True)
-        )
-        return {
-            "loss": total["loss"],
-            "entropy": total["entropy"] / max(total["tokens_used"], 1.0),
-            "offpolicy/k3_mean": total["k3"] / max(total["tokens_sampled"], 1.0),
-            "offpolicy/k3_max": total["k3_max"],
-            "tokens/sampled": total["tokens_sampled"],
-            "tokens/trained": total["tokens_trained"],
-            "tokens/ce": total["tokens_ce"],
-            "masked_fraction": total["tokens_masked"] / max(total["tokens_trained"], 1.0),
-        }
+    def __call__(self, inputs: LossInputs) -> tuple[Tensor, Stats]:
+        """The loss of one row, a float64 scalar, and its metric sums."""
+        inputs = self._with_reference_in_advantages(inputs)
+        keep_T = kept(inputs, self.policy)
+        term_T = self.own_term(inputs) if self.own_term else policy_term(inputs, self.policy, keep_T)
+        total = _selected(term_T, inputs.mask_T if self.own_term else inputs.pg_weight_T)
+        total = total - _selected(inputs.ce_weight_T * inputs.logprobs_T, inputs.ce_weight_T)
+        if self.entropy:
+            total = total - _selected(inputs.entropy_weight_T * inputs.entropies_T, inputs.entropy_weight_T)
+        if self.kl.coef != 0 and self.kl.place == "loss":
+            total = total + _selected(inputs.kl_weight_T * self._distance(inputs), inputs.kl_weight_T)
+        return total, row_stats(total, inputs, keep_T, self.policy)
+
+    def _with_reference_in_advantages(self, inputs: LossInputs) -> LossInputs:
+        """Distillation and `kl.place = "reward"` speak through the policy term: their weights join the advantage's.
+
+        A teacher's log p_teacher − log p is credited to the token itself; a penalty is part of the return, so that each
+        token answers for its own and all later ones.
+        """
+        if inputs.reference_T is None or not (self.teacher or self.kl.place == "reward"):
+            return inputs
+        with torch.no_grad():
+            if self.teacher:
+                credit_T = inputs.kl_weight_T * (inputs.reference_T - inputs.logprobs_T)
+            else:
+                credit_T = -inputs.document_to_go(inputs.kl_weight_T * self._distance(inputs))
+            credit_T = torch.where(inputs.kl_weight_T != 0, credit_T.to(inputs.pg_weight_T.dtype), 0.0)
+        return replace(inputs, pg_weight_T=inputs.pg_weight_T + credit_T)
+
+    def _distance(self, inputs: LossInputs) -> Tensor:
+        """k1, k2 or k3 of KL(policy || reference), [T], 0 where there is no weight."""
+        assert inputs.reference_T is not None
+        counted_T = inputs.kl_weight_T != 0
+        # A selection before the formula: an unused token's numbers must not reach the exponential's gradient.
+        return kl_estimate(torch.where(counted_T, inputs.logprobs_T - inputs.reference_T, 0.0), self.kl.estimator)
 
 
-def row_loss(
-    logprobs_T: Tensor,
-    entropies_T: Tensor,
-    behaviour_T: Tensor,
-    mask_T: Tensor,
-    pg_weight_T: Tensor,
-    ce_weight_T: Tensor,
-    *,
-    ipo_threshold: float,
-    ratio_cap: float,
-) -> tuple[Tensor, Stats]:
-    """The loss of one row of T target tokens, and its metric sums.
+def kl_estimate(log_ratio_T: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
+    """Estimates of KL(p || q) from a token sampled by p, with d = log p − log q.
 
-    With p and μ the probabilities of a token under the trained and the behaviour policy and ρ = p / μ:
-
-        loss = − Σ pg_weight · 1[|p − μ| ≤ ipo_threshold] · sg(min(ρ, ratio_cap)) · log p  −  Σ ce_weight · log p
-
-    sg stops the gradient. Source: the `ipo` policy loss of prime-rl without its KL term (a symmetric mask on the
-    difference of the probabilities, the binary total variation of arXiv 2602.04879; −A·ρ has the gradient
-    −A·sg(ρ)·∇log p), with the ratio capped as in truncated importance sampling (IMPALA, arXiv 1802.01561).
-
-    logprobs_T: natural log, the only input that gets a gradient. behaviour_T: the same under the behaviour policy.
-    mask_T: nonzero where the behaviour policy sampled the token; k3 is taken over these tokens, the entropy over
-    these and the ones with a cross-entropy weight. The loss is a float64 scalar: its value does not depend on the
-    order in which rows are added. Raises ValueError when the bounds make no sense.
+    k1 = d, k2 = d²/2, k3 = exp(−d) − 1 + d (Schulman, Approximating KL Divergence, 2020). As a loss, k2 has the
+    gradient of the KL divergence in expectation and k1 none; as a reward, k1 is unbiased.
     """
-    if not (ipo_threshold >= 0 and ratio_cap > 0):
-        raise ValueError(
-            f"the policy loss needs ipo_threshold >= 0 and ratio_cap > 0, got {ipo_threshold} and {ratio_cap}; "
-            "set orchestrator.algorithm.ipo_threshold and orchestrator.algorithm.ratio_cap"
-        )
-    with torch.no_grad():
-        log_ratio_T = logprobs_T - behaviour_T
-        # "not above" instead of "at most": a nan is kept, so that it reaches the loss and is seen.
-        keep_T = ~((logprobs_T.exp() - behaviour_T.exp()).abs() > ipo_threshold)
-        ratio_T = log_ratio_T.clamp(max=math.log(ratio_cap)).exp()  # the cap comes first: exp never overflows
-        policy_T = torch.where((pg_weight_T != 0) & keep_T, pg_weight_T * ratio_T, 0.0)
-        coefficient_T = policy_T + ce_weight_T
+    match estimator:
+        case "k1":
+            return log_ratio_T
+        case "k2":
+            return log_ratio_T.square() / 2
+    return torch.expm1((-log_ratio_T).clamp(max=LARGEST_LOG_RATIO)) + log_ratio_T
+
+
+def policy_term(inputs: LossInputs, policy: PolicyLoss, keep_T: Tensor) -> Tensor:
+    """The policy-gradient loss of every token, [T]; see `PolicyLoss` for the formulas."""
+    weight_T = torch.where(keep_T, inputs.pg_weight_T, 0.0)
+    used_T = weight_T != 0
     # A selection, not a product: neither the value nor the gradient of an unused log-probability is ever touched.
-    used_T = torch.where(coefficient_T != 0, logprobs_T, 0.0)
-    loss = -(coefficient_T.double() * used_T.double()).sum()
-    return loss, _stats(loss, logprobs_T, entropies_T, behaviour_T, mask_T, pg_weight_T, ce_weight_T, keep_T)
+    logprobs_T = torch.where(used_T, inputs.logprobs_T, 0.0)
+    if policy.surrogate == "none":
+        return torch.zeros_like(logprobs_T)
+    if policy.surrogate == "importance":
+        ratio_T = truncated(inputs.log_ratio_T.detach(), inputs, policy)
+        return -(weight_T * ratio_T) * logprobs_T
+    if policy.proximal:
+        assert inputs.proximal_T is not None
+        stale_T = torch.where(inputs.mask_T, inputs.proximal_T - inputs.behaviour_T, 0.0)
+        weight_T = weight_T * truncated(stale_T, inputs, policy)
+        inputs = replace(inputs, behaviour_T=inputs.proximal_T)
+    log_ratio_T = inputs.log_ratio_T
+    if policy.ratio == "sequence":
+        # The value is the sequence's, the gradient flows through the token: s_t = sg(s) · p / sg(p) (GSPO, eq. 8).
+        mean_T = inputs.document_mean(log_ratio_T).detach()
+        log_ratio_T = mean_T + inputs.logprobs_T - inputs.logprobs_T.detach()
+    ratio_T = torch.where(used_T, log_ratio_T, 0.0).clamp(max=LARGEST_LOG_RATIO).exp()
+    objective_T = torch.minimum(weight_T * ratio_T, weight_T * ratio_T.clamp(1 - policy.clip_low, 1 + policy.clip_high))
+    if policy.dual_clip:
+        objective_T = torch.where(weight_T < 0, objective_T.maximum(policy.dual_clip * weight_T), objective_T)
+    return -objective_T
 
 
-@torch.no_grad()
-def _stats(
-    loss: Tensor,
-    logprobs_T: Tensor,
-    entropies_T: Tensor,
-    behaviour_T: Tensor,
-    mask_T: Tensor,
-    pg_weight_T: Tensor,
-    ce_weight_T: Tensor,
-    keep_T: Tensor,
-) -> Stats:
-    """Sums over tokens, in the order of SUMS and MAXIMA, without a transfer from the device."""
-    sampled_T, trained_T, ce_T = mask_T != 0, pg_weight_T != 0, ce_weight_T != 0
-    used_T = sampled_T | ce_T
-    # k3 = e^d − 1 − d ≥ 0 is the estimator of KL(behaviour ‖ trained) from one sample (Schulman, "Approximating KL
-    # divergence", 2020). expm1 in float64, because for small d the terms cancel down to d² / 2.
-    log_ratio_T = torch.where(sampled_T, logprobs_T.double() - behaviour_T.double(), 0.0)
-    k3_T = (torch.expm1(log_ratio_T) - log_ratio_T).clamp(min=0.0)
-    sums = (
-        loss.detach(),
-        sampled_T.sum(),
-        trained_T.sum(),
-        ce_T.sum(),
-        (trained_T & ~keep_T).sum(),
-        used_T.sum(),
-        torch.where(used_T, entropies_T.double(), 0.0).sum(),
-        k3_T.sum(),
-    )
-    return Stats(torch.stack([value.double() for value in sums]), k3_T.amax()[None])
+def _selected(term_T: Tensor, weight_T: Tensor) -> Tensor:
+    """float64 sum of the terms that have a weight."""
+    return torch.where(weight_T != 0, term_T, 0.0).double().sum()

@@ -94,7 +94,7 @@ class TrainerRank:
                     case Train():
                         self._train(order, waited_s)
                     case FreshOptimizer():
-                        self._learner.reset_optimizer(self._world.config.trainer.optim)
+                        self._learner.start_rl()
                     case Send():
                         self._send(order)
                     case Export():
@@ -110,7 +110,9 @@ class TrainerRank:
         steps = config.warmup.steps if order.phase == "warmup" else config.max_steps
         lr = learning_rate(order.step - 1, recipe.optim, recipe.scheduler, steps)
         started, cpu = time.perf_counter(), time.process_time()
-        metrics = self._learner.step([Row(**columns) for columns in order.rows], lr)
+        minibatches = [[Row(**columns) for columns in rows] for rows in order.rows]
+        only_critic = order.phase == "rl" and order.step <= config.orchestrator.algorithm.critic.warmup_steps
+        metrics = self._learner.step(minibatches, lr, train_policy=not only_critic)
         metrics |= {"time/train_s": time.perf_counter() - started, "time/wait_s": waited_s}
         metrics["cpu/trainer_s"] = time.process_time() - cpu
         self.tell(Trained(order.step, order.phase, metrics))

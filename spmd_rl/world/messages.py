@@ -135,11 +135,11 @@ Event = Ready | Generated | Refused | Pulled | Probed | EngineLoad | Trained | S
 
 
 class Train(Message, frozen=True):
-    """One optimizer step on this rank's rows (as many on every rank)."""
+    """One batch: an optimizer step on each minibatch of this rank's rows (as many on every rank)."""
 
     step: int
     phase: str  # "warmup" | "rl"
-    rows: list[dict[str, np.ndarray]]  # fields of rollouts.types.Row
+    rows: list[list[dict[str, np.ndarray]]]  # [minibatch][row], fields of rollouts.types.Row
 
 
 class FreshOptimizer(Message, frozen=True):
