@@ -16,6 +16,7 @@ from typing import NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
 
+from spmd_rl.algorithms.check import check_algorithm  # noqa: E402
 from spmd_rl.config import Config, ConfigError, check, load, split_argv, to_toml  # noqa: E402
 from spmd_rl.world.error_file import write_error_file  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError([f"say what to do: main.py {{{','.join(COMMANDS)}}} --config FILE.toml"], "command line")
         config = load(argv[1:])
         check(config)
+        check_algorithm(config)
         mesh = Mesh.build(config, int(os.environ.get("WORLD_SIZE", nproc or Mesh.smallest(config))))
     except (ConfigError, MeshError) as error:
         write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")

@@ -70,4 +70,6 @@ def policy_loss(config: AlgorithmConfig, own: PolicyLoss) -> PolicyLoss:
     clip = {"clip_low": config.clip.low, "clip_high": config.clip.high, "dual_clip": config.clip.dual}
     numbers = clip | asdict(config.correction)
     changes = {name: value for name, value in numbers.items() if value != -1}
+    if changes.get("sequence_cap") and "ratio_cap" not in changes:
+        changes["ratio_cap"] = 0.0  # both truncate the same ratio
     return replace(own, **changes, proximal=config.proximal)

@@ -59,8 +59,7 @@ def weigh(groups: Sequence[Group], algorithm: Algorithm, config: OrchestratorCon
     Advantages speak of the whole batch, shares of the minibatch (one optimizer step) that a group falls into.
     """
     members = [_Members.of(group) for group in groups]
-    raw = [rewards_of(group) for group in groups]
-    rewards = [_shaped(r, m, algorithm, config) for r, m in zip(raw, members, strict=True)]
+    rewards = [_shaped(rewards_of(g), m, algorithm, config) for g, m in zip(groups, members, strict=True)]
     advantages = _advantages(groups, members, rewards, algorithm, config.algorithm, memory)
     episodes = [
         [_filled(episode, values) for episode, values in zip(m.episodes, a, strict=True)]
@@ -73,7 +72,7 @@ def weigh(groups: Sequence[Group], algorithm: Algorithm, config: OrchestratorCon
         for i, group_shares in zip(part, shares, strict=True):
             for episode, reward, shares_S in zip(episodes[i], rewards[i].tolist(), group_shares, strict=True):
                 minibatches[-1] += _weighted(episode, reward, shares_S, algorithm, config.algorithm)
-    stats = {**batch_stats(groups, raw), "batch/samples": float(sum(map(len, minibatches)))}
+    stats = {**episode_counts(groups), "batch/samples": float(sum(map(len, minibatches)))}
     stats["batch/sampled_tokens"] = float(sum(n for m in members for tokens in m.tokens for n in tokens))
     return Weighed([_with_episodes(g, e) for g, e in zip(groups, episodes, strict=True)], minibatches, stats)
 
@@ -202,22 +201,32 @@ def _observed(sample: Sample, weight: float) -> np.ndarray:
     return np.where(after_first_T & (sample.mask == 0), weight, 0.0).astype(np.float32)
 
 
-def batch_stats(groups: Sequence[Group], rewards: Sequence[np.ndarray]) -> dict[str, float]:
-    """Means over valid episodes (absent when there is none), and counts by status."""
+def episode_counts(groups: Sequence[Group]) -> dict[str, float]:
+    """Episodes by how they ended."""
     episodes = [episode for group in groups for episode in group.episodes]
     counts = {f"episodes/{status}": 0.0 for status in ("ok", "truncated", "timeout", "failed", "no_reward")}
     for episode in episodes:
         has_reward = episode.valid or episode.status in ("timeout", "failed")
         counts[f"episodes/{episode.status if has_reward else 'no_reward'}"] += 1
-    stats = {"episodes/total": float(len(episodes)), **counts}
-    if groups:
-        stats["groups/zero_variance"] = sum(zero_variance(r) for r in rewards) / len(groups)
-    if sum(map(len, rewards)):
-        flat = np.concatenate(rewards)
-        stats |= {"reward/mean": float(flat.mean()), "reward/std": float(flat.std())}
-    return stats
+    return {"episodes/total": float(len(episodes)), **counts}
 
 
-def zero_variance(rewards_E: np.ndarray) -> bool:
+def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
+    """Of the valid episodes' rewards, as they were given; absent when there is none."""
+    rewards = [rewards_of(group) for group in groups]
+    if not sum(map(len, rewards)):
+        return {"groups/zero_variance": 1.0} if groups else {}
+    flat = np.concatenate(rewards)
+    return {
+        "groups/zero_variance": sum(map(zero_variance, groups)) / len(groups),
+        "reward/mean": float(flat.mean()),
+        "reward/std": float(flat.std()),
+    }
+
+
+def zero_variance(group: Group) -> bool:
     """True for a group that a comparison inside it teaches nothing."""
-    return len(rewards_E) == 0 or bool((rewards_E == rewards_E[0]).all())
+    valid = [episode for episode in group.episodes if episode.valid]
+    if any(sample.reward is not None for episode in valid for sample in episode.samples):
+        return False  # samples of one episode differ, or may
+    return len(set(rewards_of(group).tolist())) < 2

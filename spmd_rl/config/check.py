@@ -52,6 +52,7 @@ AT_LEAST = {
     "warmup.scheduler.min_lr": 0,
     "orchestrator.batch_size": 1,
     "orchestrator.group_size": 1,
+    "orchestrator.max_batch_groups": 1,
     "orchestrator.max_lag": 0,
     "orchestrator.sampling.max_tokens": 1,
     "orchestrator.max_error_rate": 0,
@@ -153,7 +154,7 @@ def _run(c: Config) -> Iterator[str]:
 
 def _batches(c: Config) -> Iterator[str]:
     batch, group = c.orchestrator.batch_size, c.orchestrator.group_size
-    if group >= 1 and batch % group:
+    if c.orchestrator.batch_unit == "rollouts" and group >= 1 and batch % group:
         below, above = batch - batch % group, batch - batch % group + group
         nearest = f"{below} or {above}" if below else f"{above}"
         yield (

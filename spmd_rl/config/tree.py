@@ -200,8 +200,10 @@ class EvalConfig:
 class OrchestratorConfig:
     """Rank 0: what is sampled, how stale it may be, what one optimizer step consumes."""
 
-    batch_size: int = 64  # rollouts per optimizer step
-    group_size: int = 8  # rollouts per task; must divide batch_size
+    batch_size: int = 64  # what one step consumes, in `batch_unit`
+    batch_unit: Literal["rollouts", "groups", "tokens"] = "rollouts"  # tokens: sampled ones, at least so many
+    max_batch_groups: int = 64  # groups per step at most where the unit is tokens
+    group_size: int = 8  # rollouts per task; divides a batch_size in rollouts
     max_lag: int = 1  # S of the window: how many optimizer steps rollouts may run ahead; 0 = synchronous
     order: Literal["fifo", "window", "completion"] = "window"
     window_fraction: float = 0.3  # f of the window: the share of open groups from which a batch may be filled
@@ -211,6 +213,13 @@ class OrchestratorConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     max_error_rate: float = 0.2  # the run stops when more than this share of recent rollouts failed
     shuffle_rewards: bool = False  # a control: rewards are permuted inside each batch, so nothing may be learned
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups that one step consumes; at most, where batches are counted in tokens."""
+        if self.batch_unit == "rollouts":
+            return self.batch_size // self.group_size
+        return self.batch_size if self.batch_unit == "groups" else self.max_batch_groups
 
 
 @dataclass(frozen=True)

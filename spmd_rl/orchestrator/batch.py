@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spmd_rl.algorithms.types import Algorithm, Memory
-from spmd_rl.algorithms.weigh import weigh
+from spmd_rl.algorithms.weigh import reward_stats, weigh
 from spmd_rl.config.tree import OrchestratorConfig
 from spmd_rl.rollouts.types import Episode, Group, TrainSample
 
@@ -38,15 +38,23 @@ class Batch:
 
 
 def make_batch(
-    groups: list[Group], config: OrchestratorConfig, algorithm: Algorithm, memory: Memory, seed: int
+    groups: list[Group],
+    dropped: list[Group],
+    config: OrchestratorConfig,
+    algorithm: Algorithm,
+    memory: Memory,
+    seed: int,
 ) -> Batch:
     """Let the algorithm weigh the groups, each minibatch with denominators of its own.
 
-    With `shuffle_rewards` (a control) rewards change places first. `seed` is that of the shuffle.
+    `dropped` are the groups of equal rewards that others took the place of: they are in the statistics of rewards,
+    which would speak of the undecided tasks alone without them. With `shuffle_rewards` (a control) rewards change
+    places first; `seed` is that of the shuffle.
     """
     rewarded = shuffle_rewards(groups, seed) if config.shuffle_rewards else groups
     weighed = weigh(rewarded, algorithm, config, memory)
-    return Batch(weighed.groups, weighed.minibatches, weighed.stats)
+    stats = weighed.stats | reward_stats([*groups, *dropped]) | {"groups/refilled": float(len(dropped))}
+    return Batch(weighed.groups, weighed.minibatches, stats)
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:

@@ -91,22 +91,23 @@ class Loop:
     async def _learn(self) -> None:
         """Reinforcement learning, from version 0 to version max_steps."""
         o = self.config.orchestrator
-        window = Window(o.batch_size // o.group_size, o.max_lag, o.window_fraction, o.order)
+        window = Window(o.groups_per_batch, o.max_lag, o.window_fraction, o.order)
         algorithm, memory = resolve(o.algorithm), Memory()
         async with asyncio.TaskGroup() as tasks:
             sampler = Sampler(self.services, self.envs, window, tasks)
             sampler.admit(version=0)
             booked: list[asyncio.Task] = []
             for step in range(1, self.config.max_steps + 1):
-                groups = await sampler.next_batch()
+                groups, dropped = await sampler.next_batch()
                 if len(booked) >= AHEAD:
                     await booked[-AHEAD]
-                batch = make_batch(groups, o, algorithm, memory, seed_of(self.config.seed, "shuffle", step))
+                batch = make_batch(groups, dropped, o, algorithm, memory, seed_of(self.config.seed, "shuffle", step))
                 packed = [pack(samples, self.link.trainers, self.config.seq_len) for samples in batch.minibatches]
                 trained = self._order_training("rl", step, packed)
                 self.versions.publish(step)
                 previous = booked[-1] if booked else None
                 booked.append(tasks.create_task(self._finish(step, batch, packed, trained, sampler, previous)))
+            sampler.stop()
 
     async def _finish(
         self,

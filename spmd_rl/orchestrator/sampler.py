@@ -1,7 +1,8 @@
 """Keep groups of rollouts open, as many as the window admits, and hand out batches of finished ones.
 
 Which groups may be open and consumed is the window's decision (`window.py`); this file runs their rollouts. A group of
-which no episode is valid is dropped and replaced. Nothing else is ever thrown away.
+which no episode is valid is dropped and replaced, and so is one that teaches nothing (equal rewards, where the group is
+the baseline), up to a number per batch. Nothing else is ever thrown away.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from spmd_rl.algorithms import resolve
-from spmd_rl.config.tree import Config
+from spmd_rl.algorithms.lengths import sampled_tokens
+from spmd_rl.algorithms.weigh import zero_variance
+from spmd_rl.config.tree import Config, OrchestratorConfig
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.policy import RolloutPolicy
@@ -59,7 +62,11 @@ class Sampler:
         self._services, self._envs, self._window, self._tasks = services, envs, window, tasks
         orchestrator = services.config.orchestrator
         self._group_size = orchestrator.group_size
-        self._wanted = services.config.max_steps * (orchestrator.batch_size // orchestrator.group_size)
+        self._wanted = services.config.max_steps * orchestrator.groups_per_batch
+        self._refills = int(refill_limit(orchestrator))  # groups that may still be dropped before the next batch
+        self._dropped: list[Group] = []  # of equal rewards, since the last batch
+        self._running: set[asyncio.Task] = set()
+        self._groups = self._tokens = 0  # finished so far, and what they sampled
         self._ratios = [source.ratio for source in orchestrator.source]
         self._drawn = [0] * len(envs)  # tasks drawn per source: the data cursors
         self._hints = resolve(orchestrator.algorithm).teacher == "hint"
@@ -70,17 +77,30 @@ class Sampler:
     def admit(self, version: int) -> None:
         """Open as many groups as the window has room for, with `version` on the engines."""
         self._version = version
-        while self._wanted > 0 and self._window.can_admit() > 0:
+        while self._wanted > 0 and self._room() > 0:
             self._wanted -= 1
             group = self._window.admit(version)
-            self._tasks.create_task(self._run_group(group, version))
+            task = self._tasks.create_task(self._run_group(group, version))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
 
-    async def next_batch(self) -> list[Group]:
-        """The groups of the next optimizer step, as soon as the window lets them go."""
-        while (ids := self._window.take()) is None:
+    async def next_batch(self) -> tuple[list[Group], list[Group]]:
+        """The groups of the next optimizer step, as soon as the window lets them go.
+
+        And the groups of equal rewards that were dropped since the last batch, without their tokens.
+        """
+        while (ids := self._window.take(self._enough)) is None:
             self._changed.clear()
             await self._changed.wait()
-        return [self._finished.pop(id) for id in ids]
+        dropped, self._dropped = self._dropped, []
+        self._refills = int(refill_limit(self._services.config.orchestrator))
+        return [self._finished.pop(id) for id in ids], dropped
+
+    def stop(self) -> None:
+        """No batch is wanted any more: give up what still runs."""
+        self._wanted = 0
+        for task in self._running:
+            task.cancel()
 
     def release(self, groups: list[Group], version: int) -> None:
         """The step that used these groups is on the engines as `version`: their slots are free."""
@@ -93,14 +113,42 @@ class Sampler:
         task = env.task(index, "train")
         episodes = await asyncio.gather(*(self._run_rollout(env, task, id, i) for i in range(self._group_size)))
         self._services.router.forget_group(id)
-        if any(episode.valid for episode in episodes):
-            self._finished[id] = Group(id, task, tuple(episodes), version)
-            self._window.finish(id)
+        group = Group(id, task, tuple(episodes), version)
+        self._groups, self._tokens = self._groups + 1, self._tokens + group_tokens(group)
+        if not any(episode.valid for episode in episodes):
+            self._replace(id)
+        elif self._refills > 0 and zero_variance(group):
+            self._refills -= 1
+            self._dropped.append(without_tokens(group))
+            self._replace(id)
         else:
-            self._window.drop(id)
-            self._wanted += 1
-            self.admit(self._version)
+            self._finished[id] = group
+            self._window.finish(id)
         self._changed.set()
+
+    def _room(self) -> int:
+        """Groups that may be opened now. The window counts groups; where batches count tokens, a batch is taken to hold
+        as many groups as their mean size so far says (before the first one, as if every rollout hit its limit)."""
+        orchestrator, free = self._services.config.orchestrator, self._window.can_admit()
+        if orchestrator.batch_unit != "tokens":
+            return free
+        size = self._group_size * orchestrator.sampling.max_tokens
+        if self._groups:
+            size = max(1, self._tokens // self._groups)
+        batch = min(-(-orchestrator.batch_size // size), orchestrator.max_batch_groups)
+        return (orchestrator.max_lag + 1) * batch - (self._window.slots - free)
+
+    def _replace(self, id: int) -> None:
+        self._window.drop(id)
+        self._wanted += 1
+        self.admit(self._version)
+
+    def _enough(self, batch: list[int]) -> bool:
+        """Batches counted in tokens are complete with fewer groups than the window's number."""
+        orchestrator = self._services.config.orchestrator
+        if orchestrator.batch_unit != "tokens":
+            return False
+        return sum(group_tokens(self._finished[id]) for id in batch) >= orchestrator.batch_size
 
     async def _run_rollout(self, env: Environment, task, group: int, sample: int) -> Episode:
         services = self._services
@@ -118,6 +166,24 @@ class Sampler:
         source = min(range(len(self._envs)), key=lambda s: (self._drawn[s] + 1) / self._ratios[s])
         self._drawn[source] += 1
         return source
+
+
+def refill_limit(config: OrchestratorConfig) -> float:
+    """How many groups of equal rewards may be dropped per batch; 0 where they teach something, or shall be kept."""
+    algorithm = resolve(config.algorithm)
+    compares = algorithm.baseline == "group" and algorithm.learns == "advantages"
+    keep = config.algorithm.zero_variance == "keep" or not compares
+    return 0.0 if keep else config.algorithm.max_refill * config.groups_per_batch
+
+
+def group_tokens(group: Group) -> int:
+    """Sampled tokens that may be trained on."""
+    return sum(sampled_tokens(episode) for episode in group.episodes if episode.valid)
+
+
+def without_tokens(group: Group) -> Group:
+    """The group's rewards and statuses alone."""
+    return replace(group, episodes=tuple(replace(episode, samples=()) for episode in group.episodes))
 
 
 def with_hint(episode: Episode, hint: np.ndarray) -> Episode:

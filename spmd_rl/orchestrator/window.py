@@ -21,6 +21,8 @@ a·P + (S + 1)·P − 1 groups stand before g in the line; later drops only lowe
 window starts at g or before it, so a younger group that is consumed before g stands at most W − 1 places behind g:
 there are at most W − 1 of them. (3) So at most (a + S + 1)·P − 1 + (W − 1) groups are consumed before g, and the index
 of its batch is at most ⌊((a + S + 1)·P − 1 + W − 1) / P⌋ = a + S + ⌈(W − 1) / P⌉. ∎
+Batches of fewer than P groups (counted in tokens) consume the same line in more steps: then the bound holds in
+batches of P groups, not in versions, and `bound` does not apply.
 This is why consumed groups must keep their places: were the window the W oldest *unconsumed* groups, any number of
 younger groups could overtake g. For S = 0 the bound is 0 in every order: a batch without g would hold P slots beside
 g's, and there are only P.
@@ -32,6 +34,7 @@ than P ≤ B, so one can be admitted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from typing import Literal
 
@@ -112,12 +115,13 @@ class Window:
         self._dropped += 1
         self._trim()
 
-    def take(self) -> list[int] | None:
+    def take(self, enough: Callable[[list[int]], bool] = lambda batch: False) -> list[int] | None:
         """Fill the batch from the window; its P groups in order of consumption, or None while some are missing.
 
-        Groups taken in vain stay in the batch under construction. A batch that is handed out must be released.
+        A batch for which `enough` is true is complete with fewer. Groups taken in vain stay in the batch under
+        construction. A batch that is handed out must be released.
         """
-        while len(self._batch) < self.groups_per_batch:
+        while len(self._batch) < self.groups_per_batch and not enough(self._batch):
             group_id = self._first_in_window()
             if group_id is None:
                 return None
