@@ -77,7 +77,9 @@ class Sampler:
     def admit(self, version: int) -> None:
         """Open as many groups as the window has room for, with `version` on the engines."""
         self._version = version
-        while self._wanted > 0 and self._room() > 0:
+        if self._services.config.orchestrator.batch_unit == "tokens":
+            self._window.expect(self._expected_groups())
+        while self._wanted > 0 and self._window.can_admit() > 0:
             self._wanted -= 1
             group = self._window.admit(version)
             task = self._tasks.create_task(self._run_group(group, version))
@@ -90,6 +92,7 @@ class Sampler:
         And the groups of equal rewards that were dropped since the last batch, without their tokens.
         """
         while (ids := self._window.take(self._enough)) is None:
+            self.admit(self._version)  # a batch counted in tokens may need more groups than expected
             self._changed.clear()
             await self._changed.wait()
         dropped, self._dropped = self._dropped, []
@@ -126,17 +129,16 @@ class Sampler:
             self._window.finish(id)
         self._changed.set()
 
-    def _room(self) -> int:
-        """Groups that may be opened now. The window counts groups; where batches count tokens, a batch is taken to hold
-        as many groups as their mean size so far says (before the first one, as if every rollout hit its limit)."""
-        orchestrator, free = self._services.config.orchestrator, self._window.can_admit()
-        if orchestrator.batch_unit != "tokens":
-            return free
+    def _expected_groups(self) -> int:
+        """Groups that make a batch counted in tokens, by their mean size so far.
+
+        Before the first one is known, as if every rollout hit its limit: that opens too few groups, not too many.
+        """
+        orchestrator = self._services.config.orchestrator
         size = self._group_size * orchestrator.sampling.max_tokens
         if self._groups:
             size = max(1, self._tokens // self._groups)
-        batch = min(-(-orchestrator.batch_size // size), orchestrator.max_batch_groups)
-        return (orchestrator.max_lag + 1) * batch - (self._window.slots - free)
+        return -(-orchestrator.batch_size // size)
 
     def _replace(self, id: int) -> None:
         self._window.drop(id)

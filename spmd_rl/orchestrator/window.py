@@ -21,8 +21,8 @@ a·P + (S + 1)·P − 1 groups stand before g in the line; later drops only lowe
 window starts at g or before it, so a younger group that is consumed before g stands at most W − 1 places behind g:
 there are at most W − 1 of them. (3) So at most (a + S + 1)·P − 1 + (W − 1) groups are consumed before g, and the index
 of its batch is at most ⌊((a + S + 1)·P − 1 + W − 1) / P⌋ = a + S + ⌈(W − 1) / P⌉. ∎
-Batches of fewer than P groups (counted in tokens) consume the same line in more steps: then the bound holds in
-batches of P groups, not in versions, and `bound` does not apply.
+Batches of fewer than P groups (counted in tokens) consume the line in more steps than that: then the number of groups
+that a batch is expected to hold stands for P, and the claim holds as far as batches keep to it.
 This is why consumed groups must keep their places: were the window the W oldest *unconsumed* groups, any number of
 younger groups could overtake g. For S = 0 the bound is 0 in every order: a batch without g would hold P slots beside
 g's, and there are only P.
@@ -54,8 +54,8 @@ class Window:
                 f"{fraction} in (0, 1]"
             )
         self.groups_per_batch, self.max_lag, self.order, self._start = groups_per_batch, max_lag, order, version
-        self.slots = (max_lag + 1) * groups_per_batch
-        self.size = 1 if order == "fifo" else max(1, int(fraction * self.slots + 1e-9))
+        self._fraction = fraction
+        self.expect(groups_per_batch)
         self._next_id = 0
         self._admitted: dict[int, int] = {}  # every open group → the version it was admitted at
         self._line: dict[int, None] = {}  # from the oldest unconsumed group on, consumed groups included
@@ -77,13 +77,19 @@ class Window:
             return None
         return self.max_lag + -(-(self.size - 1) // self.groups_per_batch)
 
+    def expect(self, groups: int) -> None:
+        """From now on batches are complete with about so many groups, P at most: slots and window are sized for it."""
+        self.slots = (self.max_lag + 1) * min(groups, self.groups_per_batch)
+        self.size = 1 if self.order == "fifo" else max(1, int(self._fraction * self.slots + 1e-9))
+
     def can_admit(self) -> int:
-        """Free slots."""
-        return self.slots - len(self._admitted)
+        """Free slots; one more where the batch under construction holds all open groups and fewer than it may."""
+        wanting = len(self._batch) == len(self._admitted) < self.groups_per_batch
+        return max(int(wanting), self.slots - len(self._admitted))
 
     def admit(self, version: int) -> int:
         """Open a group while `version` is on the engines; its id. Ids count up in order of admission."""
-        if self.can_admit() == 0:
+        if not self.can_admit():
             raise ValueError(f"window: all {self.slots} slots are taken; ask can_admit() first")
         if self._released > (version - self._start) * self.groups_per_batch:
             raise ValueError(
