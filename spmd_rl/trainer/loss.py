@@ -50,12 +50,12 @@ class Loss:
         inputs = self._with_reference_in_advantages(inputs)
         keep_T = kept(inputs, self.policy)
         term_T = self.own_term(inputs) if self.own_term else policy_term(inputs, self.policy, keep_T)
-        total = _selected(term_T, inputs.mask_T if self.own_term else inputs.pg_weight_T)
-        total = total - _selected(inputs.ce_weight_T * inputs.logprobs_T, inputs.ce_weight_T)
+        used_T = inputs.mask_T if self.own_term else inputs.pg_weight_T != 0
+        total = torch.where(used_T, term_T, 0.0).double().sum() - _weighted(inputs.ce_weight_T, inputs.logprobs_T)
         if self.entropy:
-            total = total - _selected(inputs.entropy_weight_T * inputs.entropies_T, inputs.entropy_weight_T)
+            total = total - _weighted(inputs.entropy_weight_T, inputs.entropies_T)
         if self.kl.coef != 0 and self.kl.place == "loss":
-            total = total + _selected(inputs.kl_weight_T * self._distance(inputs), inputs.kl_weight_T)
+            total = total + _weighted(inputs.kl_weight_T, self._distance(inputs))
         return total, row_stats(total, inputs, keep_T, self.policy)
 
     def _with_reference_in_advantages(self, inputs: LossInputs) -> LossInputs:
@@ -124,6 +124,6 @@ def policy_term(inputs: LossInputs, policy: PolicyLoss, keep_T: Tensor) -> Tenso
     return -objective_T
 
 
-def _selected(term_T: Tensor, weight_T: Tensor) -> Tensor:
-    """float64 sum of the terms that have a weight."""
-    return torch.where(weight_T != 0, term_T, 0.0).double().sum()
+def _weighted(weight_T: Tensor, term_T: Tensor) -> Tensor:
+    """Σ weight · term in float64, over the terms that have a weight."""
+    return (weight_T.double() * torch.where(weight_T != 0, term_T, 0.0).double()).sum()

@@ -43,9 +43,9 @@ def rows_of(rank: int, world: int) -> list:
 
 def train(learner: Learner, rank: int, world: int) -> dict:
     """Two steps, with a forward without backward in between, which must leave nothing gathered behind."""
-    first = learner.step(rows_of(rank, world), LR)
+    first = learner.step([rows_of(rank, world)], LR)
     scores = learner.score(SEQUENCES)
-    second = learner.step(rows_of(rank, world), LR)
+    second = learner.step([rows_of(rank, world)], LR)
     return {
         "metrics": [first, second],
         "scores": scores,
@@ -72,7 +72,7 @@ def poisoned_step(learner: Learner, rank: int, world: int) -> str:
     if rank == world - 1:
         rows[0] = replace(rows[0], ce_weight=np.full_like(rows[0].ce_weight, np.nan))
     try:
-        learner.step(rows, LR)
+        learner.step([rows], LR)
     except FloatingPointError as error:
         return str(error)
     return "no error"

@@ -9,7 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.config.tree import AlgorithmConfig, Config, ModelConfig, OptimConfig, OrchestratorConfig, TrainerConfig
+from spmd_rl.config.tree import (
+    AlgorithmConfig,
+    Config,
+    CorrectionConfig,
+    ModelConfig,
+    OptimConfig,
+    OrchestratorConfig,
+    TrainerConfig,
+)
 from spmd_rl.models.tiny import make_tiny
 from spmd_rl.trainer.learner import Learner
 from tests.trainer.rows import VOCAB, make_document, make_row, padding_row
@@ -33,7 +41,9 @@ def make_learner(folder, **optim):
     config = Config(
         model=ModelConfig(name=str(folder)),
         trainer=TrainerConfig(optim=OptimConfig(**optim)),
-        orchestrator=OrchestratorConfig(algorithm=AlgorithmConfig(ipo_threshold=0.01, ratio_cap=2.0)),
+        orchestrator=OrchestratorConfig(
+            algorithm=AlgorithmConfig(correction=CorrectionConfig(ipo=0.01, ratio_cap=2.0))
+        ),
     )
     return Learner(config, None, CPU, None)
 
@@ -62,7 +72,7 @@ def test_packing_and_micro_batches_change_neither_loss_nor_gradient(folder, layo
     docs = documents()
     rows = [padding_row(6) if group == "padding" else make_row(*(docs[i] for i in group)) for group in layout]
     learner, one_row = make_learner(folder), make_learner(folder)
-    metrics, expected = learner.step(rows, lr=0.0), one_row.step([make_row(*docs)], lr=0.0)
+    metrics, expected = learner.step([rows], lr=0.0), one_row.step([[make_row(*docs)]], lr=0.0)
     for name in set(expected) - {"time/forward_s", "time/backward_s", "time/optim_s", "time/reduce_s"}:
         assert metrics[name] == pytest.approx(expected[name], rel=1e-5), name
     assert_close(gradients(learner), gradients(one_row))
@@ -70,7 +80,7 @@ def test_packing_and_micro_batches_change_neither_loss_nor_gradient(folder, layo
 
 def test_step_equals_transformers_and_autograd(folder):
     learner = make_learner(folder)
-    metrics = learner.step([make_row(*documents())], lr=0.0)
+    metrics = learner.step([[make_row(*documents())]], lr=0.0)
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     loss, masked, trained, entropy = 0.0, 0, 0, []
     for doc in documents():
@@ -111,7 +121,7 @@ def test_steps_lower_the_loss_and_the_export_is_what_was_trained(folder, tmp_pat
     learner = make_learner(folder, max_norm=1.0)
     row = make_row(*documents())
     row = replace(row, ce_weight=np.where(row.targets > 0, 1 / 27, 0).astype(np.float32), pg_weight=row.pg_weight * 0)
-    losses = [learner.step([row], lr=3e-3)["loss"] for _ in range(8)]
+    losses = [learner.step([[row]], lr=3e-3)["loss"] for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
     learner.export(tmp_path / "export")
     peer = AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype=torch.float32)
@@ -132,18 +142,18 @@ def test_full_tensors_follow_the_table_and_equal_the_folder(folder):
 
 def test_reset_optimizer_forgets_the_moments(folder, tmp_path):
     warm = make_learner(folder)
-    warm.step([make_row(*documents())], lr=1e-2)
+    warm.step([[make_row(*documents())]], lr=1e-2)
     warm.export(tmp_path / "warm")
     warm.reset_optimizer(OptimConfig(weight_decay=0.1, max_norm=0.5))
     fresh = make_learner(tmp_path / "warm", weight_decay=0.1, max_norm=0.5)
     row = make_row(make_document(10, seed=99))
-    assert warm.step([row], lr=1e-3)["loss"] == fresh.step([row], lr=1e-3)["loss"]
+    assert warm.step([[row]], lr=1e-3)["loss"] == fresh.step([[row]], lr=1e-3)["loss"]
     assert_close(weights(warm), weights(fresh), tolerance=0)
 
 
 def test_clipping_bounds_what_the_optimizer_sees(folder):
     learner = make_learner(folder, max_norm=1e-3)
-    metrics = learner.step([make_row(*documents())], lr=0.0)
+    metrics = learner.step([[make_row(*documents())]], lr=0.0)
     assert metrics["grad_norm"] > 1e-2  # reported as it was
     assert torch.stack([g.norm() for g in gradients(learner).values()]).norm().item() == pytest.approx(1e-3, rel=1e-3)
 
@@ -157,7 +167,7 @@ def test_non_finite_numbers_stop_before_the_weights_change(folder, column, value
     before, row = weights(learner), make_row(*documents())
     getattr(row, column)[np.flatnonzero(row.pg_weight)[0]] = value
     with pytest.raises(FloatingPointError, match=message):
-        learner.step([row], lr=1e-3)
+        learner.step([[row]], lr=1e-3)
     assert_close(weights(learner), before, tolerance=0)
 
 
@@ -165,7 +175,7 @@ def test_phases_are_announced_and_timed(folder):
     learner = make_learner(folder)
     stages = []
     learner.beat = stages.append
-    metrics = learner.step([make_row(*documents()), padding_row(4)], lr=2e-4)
+    metrics = learner.step([[make_row(*documents()), padding_row(4)]], lr=2e-4)
     assert stages == ["forward", "backward", "forward", "backward", "reduce", "optim"]
     assert metrics["lr"] == 2e-4
     assert all(metrics[f"time/{name}_s"] > 0 for name in ("forward", "backward", "optim"))
@@ -173,11 +183,12 @@ def test_phases_are_announced_and_timed(folder):
 
 def test_bad_input_is_named(folder):
     learner, row = make_learner(folder), make_row(*documents())
-    with pytest.raises(ValueError, match="at least one row"):
-        learner.step([], lr=0.0)
+    for nothing in ([], [[]], [[row], []]):
+        with pytest.raises(ValueError, match="at least one row"):
+            learner.step(nothing, lr=0.0)
     with pytest.raises(ValueError, match=r"31 tokens .* \{'pg_weight': 30\}"):
-        learner.step([replace(row, pg_weight=row.pg_weight[:-1])], lr=0.0)
+        learner.step([[replace(row, pg_weight=row.pg_weight[:-1])]], lr=0.0)
     with pytest.raises(ValueError, match="must end with 31"):
-        learner.step([replace(row, cu_seqlens=row.cu_seqlens[:-1])], lr=0.0)
+        learner.step([[replace(row, cu_seqlens=row.cu_seqlens[:-1])]], lr=0.0)
     with pytest.raises(ValueError, match="at least one token"):
         learner.score([SEQUENCES[0], np.zeros(0, np.int32)])

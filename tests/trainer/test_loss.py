@@ -9,31 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.trainer.loss import row_loss
-
-BOUNDS = {"ipo_threshold": 0.3, "ratio_cap": 5.0}
-NO_MASK = {"ipo_threshold": 2.0, "ratio_cap": 5.0}
-
-
-def column(values, dtype=torch.float64):
-    return torch.tensor(values, dtype=dtype)
-
-
-def evaluate(logprobs, behaviour, pg=None, ce=None, mask=None, entropies=None, bounds=BOUNDS, dtype=torch.float64):
-    """(loss, gradient of the log-probabilities, metrics) of one row given as Python lists."""
-    zeros = [0.0] * len(logprobs)
-    logprobs_T = column(logprobs, dtype).requires_grad_()
-    loss, stats = row_loss(
-        logprobs_T,
-        column(entropies or zeros, dtype),
-        column(behaviour, dtype),
-        torch.tensor(mask or [1] * len(logprobs), dtype=torch.uint8),
-        column(pg or zeros, dtype),
-        column(ce or zeros, dtype),
-        **bounds,
-    )
-    loss.backward()
-    return loss.item(), logprobs_T.grad, stats.metrics()
+from tests.trainer.row_losses import BOUNDS, NO_MASK, column, evaluate, make_inputs, make_loss
 
 
 def test_policy_term_is_minus_weight_times_ratio_times_logprob():
@@ -75,10 +51,9 @@ def test_cross_entropy_term_ignores_behaviour_and_mask():
 def test_gradcheck_where_the_ratio_is_capped_or_the_term_is_cross_entropy():
     # There the coefficient is a constant, so finite differences see the same function as the stopped gradient.
     logprobs = column([-1.0, -2.0, -0.5, -4.0]).requires_grad_()
-    behaviour, mask = column([-4.0, -6.0, -9.0, -1.0]), torch.ones(4, dtype=torch.uint8)
-    pg, ce = column([0.7, -0.3, 0.0, 0.0]), column([0.0, 0.2, 0.9, -0.4])
+    columns = {"pg": [0.7, -0.3, 0.0, 0.0], "ce": [0.0, 0.2, 0.9, -0.4]}
     assert torch.autograd.gradcheck(
-        lambda x: row_loss(x, torch.zeros_like(x), behaviour, mask, pg, ce, **NO_MASK)[0], (logprobs,)
+        lambda x: make_loss(NO_MASK)(make_inputs(x, [-4.0, -6.0, -9.0, -1.0], **columns))[0], (logprobs,)
     )
 
 
@@ -163,17 +138,9 @@ def test_stats_and_gradients_of_two_parts_add_up_to_the_whole(tokens, data):
 
 
 def evaluate_columns(tokens):
-    logprobs, behaviour, pg, ce = (column(list(values)) for values in zip(*tokens, strict=True))
-    logprobs.requires_grad_()
-    mask = torch.ones(len(tokens), dtype=torch.uint8)
-    loss, stats = row_loss(logprobs, -logprobs.detach(), behaviour, mask, pg, ce, **BOUNDS)
+    logprobs, behaviour, pg, ce = (list(values) for values in zip(*tokens, strict=True))
+    logprobs_T = column(logprobs).requires_grad_()
+    inputs = make_inputs(logprobs_T, behaviour, pg, ce, entropies=[-x for x in logprobs])
+    loss, stats = make_loss()(inputs)
     loss.backward()
-    return loss.item(), logprobs.grad, stats
-
-
-@pytest.mark.parametrize(
-    "bounds", [{"ipo_threshold": -0.1, "ratio_cap": 5.0}, {"ipo_threshold": 0.3, "ratio_cap": 0.0}]
-)
-def test_senseless_bounds_are_refused(bounds):
-    with pytest.raises(ValueError, match=r"orchestrator\.algorithm"):
-        evaluate([-1.0], [-1.0], pg=[1.0], bounds=bounds)
+    return loss.item(), logprobs_T.grad, stats

@@ -22,7 +22,7 @@ def test_a_real_step_reports_at_least_what_the_fake_one_does(tmp_path):
     world = SimpleNamespace(config=config, groups={"data": None})
     learner = Learner(config, None, torch.device("cpu"), None)
     trainer = TrainerRank(world, learner, sender=None, clock=SimpleNamespace(tell=told.append))
-    trainer._train(Train(4, "rl", [vars(make_row(make_document(5, 0), make_document(6, 1)))]), waited_s=0.5)
+    trainer._train(Train(4, "rl", [[vars(make_row(make_document(5, 0), make_document(6, 1)))]]), waited_s=0.5)
     (event,) = told
     assert isinstance(event, Trained)
     assert (event.step, event.phase) == (4, "rl")

@@ -170,7 +170,7 @@ def _ours(folder: str, dtype: str, lengths: list[int], name: str) -> Callable[[]
         ce_weight=(inner / inner.sum()).astype(np.float32),
         cu_seqlens=cu_seqlens,
     )
-    return lambda: learner.step([row], 1e-4)["loss"]
+    return lambda: learner.step([[row]], 1e-4)["loss"]
 
 
 def _hf(folder: str, dtype: str, lengths: list[int], name: str) -> Callable[[], float]:
