@@ -12,6 +12,7 @@ from dataclasses import asdict
 from spmd_rl.algorithms import ALGORITHMS, resolve
 from spmd_rl.algorithms.types import Algorithm
 from spmd_rl.config.errors import ConfigError
+from spmd_rl.config.imports import load_object
 from spmd_rl.config.tree import AlgorithmConfig, Config
 
 HERE = "orchestrator.algorithm"
@@ -24,6 +25,8 @@ def check_algorithm(config: Config) -> None:
     if not problems:
         try:
             algorithm = resolve(settings)
+            if settings.loss:
+                load_object(settings.loss, f"{HERE}.loss")
         except (ImportError, ValueError) as error:
             raise ConfigError([str(error)], "config") from error
         for part in (_batches, _surrogates, _own_functions, _references, _lengths):

@@ -104,7 +104,7 @@ def take_step(learner: Learner, lr: float) -> None:
     weight = np.append(0, ones[1:] / 116).astype(np.float32)  # nothing predicts a first token
     mask = (weight > 0).astype(np.uint8)
     samples = [TrainSample(tokens, mask, 0 * ones, ones, 0 * ones, weight) for tokens in prompts(4, 30, seed=9)]
-    learner.step(pack(samples, 1, SEQ_LEN).rows[0], lr)
+    learner.step([pack(samples, 1, SEQ_LEN).rows[0]], lr)
 
 
 @torch.no_grad()

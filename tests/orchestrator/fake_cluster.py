@@ -192,7 +192,7 @@ class FakeCluster:
                 before = [n for n in names if n.startswith(phase)]
                 self._require(name == f"{phase} {len(before) + 1}", f"{name} after {before}")
                 self._require(phase == "rl" or not any(n.startswith("rl") for n in names), f"{name} after RL began")
-                self._require(len({len(order.rows) for order in orders}) == 1, f"{name}: unequal numbers of rows")
+                self._require(len({tuple(map(len, order.rows)) for order in orders}) == 1, f"{name}: unequal rows")
                 self._require(step == 1 or phase == "warmup" or f"send {step - 1}" in names, f"{name} before its send")
             case Send(version=version):
                 before = [n for n in names if n.startswith("send")]
@@ -309,6 +309,6 @@ def _short(order: Order) -> str:
 
 def _documents(orders: list[Train]) -> list[np.ndarray]:
     """All documents of a step but the padding, which is one token 0."""
-    rows = [row for order in orders for row in order.rows]
+    rows = [row for order in orders for minibatch in order.rows for row in minibatch]
     documents = [part for row in rows for part in np.split(row["tokens"], row["cu_seqlens"][1:-1])]
     return [document for document in documents if len(document) > 1]

@@ -149,7 +149,7 @@ def make_config(
             sampling=SamplingConfig(max_tokens=max_tokens),
             source=tuple(SourceConfig(ratio=1.0 + i) for i in range(sources)),
             eval=EvalConfig(tasks=eval_tasks, interval=eval_interval, samples=2),
-            algorithm=AlgorithmConfig(),
+            algorithm=AlgorithmConfig(zero_variance="keep"),  # which tasks are trained on is known then
             **orchestrator,
         ),
     )

@@ -51,7 +51,7 @@ def test_what_a_callback_raises_is_raised() -> None:
 
 
 def train(step: int, phase: str = "rl") -> Train:
-    return Train(step, phase, [vars(row) for row in pack([], 1, 8).rows[0]])
+    return Train(step, phase, [[vars(row) for row in pack([], 1, 8).rows[0]]])
 
 
 def said(*calls: Callable[[Link], Any]) -> None:

@@ -187,7 +187,7 @@ def weights_on_the_wire(made: Run, step: int) -> dict[tuple[int, ...], float]:
     """The policy weight that each document of a step was trained with, by the document's tokens."""
     (order,) = [orders[0] for orders in made.cluster.orders if getattr(orders[0], "step", None) == step]
     found = {}
-    for row in order.rows:
+    for row in (row for minibatch in order.rows for row in minibatch):
         starts = row["cu_seqlens"][1:-1]
         for tokens, weights in zip(np.split(row["tokens"], starts), np.split(row["pg_weight"], starts), strict=True):
             if tokens[0] >= PROMPT:

@@ -62,7 +62,7 @@ def replace_rows(made):
     """A step without work, which must lie between two versions."""
     from spmd_rl.rollouts.packing import pack
 
-    return pack([], made.loop.link.trainers, made.config.seq_len)
+    return [pack([], made.loop.link.trainers, made.config.seq_len)]
 
 
 def shifted(by: float, rank: int | None = None, version: int | None = None) -> Misbehaviour:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -40,6 +40,18 @@ def documents(row: Row) -> list[slice]:
     return [slice(a, b) for a, b in zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True)]
 
 
+STREAMS = {"pg_weight", "ce_weight", "kl_weight", "entropy_weight", "rewards", "hinted", "hinted_cu_seqlens"}
+
+
+def columns(row: Row) -> dict[str, np.ndarray]:
+    return {f.name: getattr(row, f.name) for f in fields(Row) if getattr(row, f.name) is not None}
+
+
+def stream(row: Row, name: str) -> np.ndarray:
+    column = getattr(row, name)
+    return np.zeros(len(row.tokens), np.float32) if column is None else column
+
+
 batches = st.tuples(st.lists(st.integers(1, SEQ_LEN), max_size=40), st.integers(1, 5))
 costs = st.sampled_from([None, lambda n: n + n**2 / 8])
 
@@ -57,7 +69,7 @@ def test_every_sample_is_whole_and_in_exactly_one_place(batch: tuple[list[int], 
     for row in rows:
         assert 1 <= len(row.tokens) <= SEQ_LEN
         assert row.cu_seqlens[0] == 0 and row.cu_seqlens[-1] == len(row.tokens)
-        assert all(len(getattr(row, f.name)) == len(row.tokens) for f in fields(Row) if f.name != "cu_seqlens")
+        assert all(len(column) == len(row.tokens) for name, column in columns(row).items() if name != "cu_seqlens")
     assert len(packed.rows) == ranks
     assert {len(rank) for rank in packed.rows} == {packed.stats.micro_steps}
     assert packed.stats.micro_steps >= 1
@@ -74,9 +86,10 @@ def test_columns_speak_of_the_next_token_of_the_same_document(batch: tuple[list[
             assert row.mask[d][:-1].tolist() == (targets[:-1] % 2 == 0).tolist()
             assert row.logprobs[d][:-1].tolist() == (-0.25 * targets[:-1]).tolist()
             assert row.temperatures[d][:-1].tolist() == (1 + targets[:-1] / 1024).astype(np.float32).tolist()
-            assert row.pg_weight[d][:-1].tolist() == targets[:-1].tolist()
-            assert row.ce_weight[d][:-1].tolist() == (-targets[:-1] / 2).tolist()
-            last = [c[d][-1] for c in (row.targets, row.mask, row.logprobs, row.pg_weight, row.ce_weight)]
+            weights = [stream(row, "pg_weight"), stream(row, "ce_weight")]
+            assert weights[0][d][:-1].tolist() == targets[:-1].tolist()
+            assert weights[1][d][:-1].tolist() == (-targets[:-1] / 2).tolist()
+            last = [c[d][-1] for c in (row.targets, row.mask, row.logprobs, *weights)]
             assert last == [0] * 5
             assert row.temperatures[d][-1] == 1
 
@@ -88,7 +101,7 @@ def test_weights_are_conserved(batch: tuple[list[int], int]) -> None:
     samples, packed = make_samples(lengths), pack(make_samples(lengths), ranks, SEQ_LEN)
     for name in ("mask", "pg_weight", "ce_weight"):
         before = sum(int((2 * getattr(s, name)[1:].astype(np.int64)).sum()) for s in samples)
-        after = sum(int((2 * getattr(row, name).astype(np.int64)).sum()) for rank in packed.rows for row in rank)
+        after = sum(int((2 * stream(row, name).astype(np.int64)).sum()) for rank in packed.rows for row in rank)
         if name == "mask":
             before = sum(2 * int(s.mask.sum()) for s in samples)
         assert before == after
@@ -182,14 +195,14 @@ def test_too_few_samples_are_padded() -> None:
     assert len(padding) == 2
     for row in padding:
         assert row.cu_seqlens.tolist() == [0, 1]
-        assert not row.mask.any() and not row.pg_weight.any() and not row.ce_weight.any()
+        assert not row.mask.any() and columns(row).keys().isdisjoint(STREAMS)
         assert row.temperatures.tolist() == [1]
     assert pack([], 2, SEQ_LEN).stats.micro_steps == 1
 
 
 def test_dtypes() -> None:
     row = pack(make_samples([5, 3]), 1, SEQ_LEN).rows[0][0]
-    names = {f.name: getattr(row, f.name).dtype.name for f in fields(Row)}
+    names = {name: column.dtype.name for name, column in columns(row).items()}
     integers = {"tokens", "targets", "cu_seqlens"}
     assert names == {n: "int32" if n in integers else "uint8" if n == "mask" else "float32" for n in names}
 
@@ -203,3 +216,31 @@ def test_refused_samples_are_named() -> None:
     sample.ce_weight[0] = 1
     with pytest.raises(ValueError, match="sample 0 of 1 weighs its first token"):
         pack([sample], 1, SEQ_LEN)
+
+
+def test_a_number_stands_for_itself_on_sampled_tokens() -> None:
+    samples = [replace(s, pg_weight=0.5, ce_weight=0.0, kl_weight=0.25) for s in make_samples([5, 4])]
+    arrays = [replace(s, pg_weight=0.5 * s.mask, kl_weight=0.25 * s.mask.astype(np.float32)) for s in samples]
+    row, same = (pack(made, 1, SEQ_LEN).rows[0][0] for made in (samples, arrays))
+    assert row.pg_weight.tolist() == same.pg_weight.tolist() and row.kl_weight.tolist() == same.kl_weight.tolist()
+    assert row.ce_weight is None and row.entropy_weight is None
+
+
+def test_a_reward_arrives_with_the_last_sampled_token() -> None:
+    samples = [replace(s, reward=2.0 + i) for i, s in enumerate(make_samples([6, 5]))]
+    row = pack(samples, 1, SEQ_LEN).rows[0][0]
+    for d in documents(row):
+        last = np.flatnonzero(row.mask[d])[-1]
+        assert np.flatnonzero(row.rewards[d]).tolist() == [last]
+    assert sorted(row.rewards[row.rewards != 0].tolist()) == [2.0, 3.0]
+
+
+def test_hinted_documents_hold_the_hint_and_everything_from_the_first_sampled_token_on() -> None:
+    samples = make_samples([6, 5])
+    hinted = replace(samples[0], hint=np.asarray([90, 91, 92], np.int32))
+    row = pack([hinted, samples[1]], 1, SEQ_LEN).rows[0][0]
+    parts = np.split(row.hinted, row.hinted_cu_seqlens[1:-1])
+    first = int(hinted.mask.argmax())
+    expected = {tuple([90, 91, 92, *hinted.tokens[first:]]), tuple(samples[1].tokens)}
+    assert {tuple(part.tolist()) for part in parts} == expected
+    assert [len(p) for p in parts] == np.diff(row.hinted_cu_seqlens).tolist()

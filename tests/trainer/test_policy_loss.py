@@ -240,7 +240,7 @@ def test_means_and_sums_over_documents_against_plain_loops(lengths, seed):
 
 @pytest.mark.parametrize("name", [n for n, a in ALGORITHMS.items() if a.policy.surrogate == "clip"])
 def test_gradients_of_clipped_losses_against_finite_differences(name):
-    """Nothing of them is stopped but the sequence's ratio in GSPO, whose form has the gradient of the sequence's own."""
+    """Of these only the sequence ratio in GSPO stops a gradient, and its form has the gradient of the whole."""
     generator = torch.Generator().manual_seed(3)
     behaviour = (-1 - torch.rand(9, generator=generator, dtype=torch.float64)).tolist()
     logprobs = (

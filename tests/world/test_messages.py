@@ -88,5 +88,5 @@ def test_messages_cannot_be_changed():
 
 def test_rows_travel_in_a_train_order():
     row = Row(**{name: np.arange(4, dtype=np.float32) for name in Row.__dataclass_fields__})
-    order = decode(encode(Train(1, "rl", [asdict(row)])), Order)
-    assert plain(asdict(Row(**order.rows[0]))) == plain(asdict(row))
+    order = decode(encode(Train(1, "rl", [[asdict(row)]])), Order)
+    assert plain(asdict(Row(**order.rows[0][0]))) == plain(asdict(row))
