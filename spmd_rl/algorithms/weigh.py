@@ -26,7 +26,7 @@ import numpy as np
 from spmd_rl.algorithms.lengths import overlong, relative, rewards_of
 from spmd_rl.algorithms.types import Algorithm, GroupAdvantages, Memory
 from spmd_rl.config.tree import AlgorithmConfig, OrchestratorConfig
-from spmd_rl.rollouts.types import Episode, Group, Sample, TrainSample, Weight
+from spmd_rl.rollouts.types import Episode, Group, Reward, Sample, TrainSample, Weight
 
 EPSILON = 1e-6  # beside a standard deviation, which may be 0
 
@@ -217,7 +217,14 @@ def reward_stats(groups: Sequence[Group]) -> dict[str, float]:
     if not sum(map(len, rewards)):
         return {"groups/zero_variance": 1.0} if groups else {}
     flat = np.concatenate(rewards)
+    parts: dict[str, list[float]] = {}
+    for group in groups:
+        for episode in group.episodes:
+            if episode.valid and isinstance(episode.reward, Reward):
+                for name, value in episode.reward.parts.items():
+                    parts.setdefault(f"reward/{name}", []).append(value)
     return {
+        **{name: float(np.mean(values)) for name, values in parts.items()},
         "groups/zero_variance": sum(map(zero_variance, groups)) / len(groups),
         "reward/mean": float(flat.mean()),
         "reward/std": float(flat.std()),

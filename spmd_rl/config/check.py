@@ -7,12 +7,12 @@ number of ranks is `spmd_rl.world.mesh`; whether vLLM knows an argument is the e
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import MISSING, Field, asdict, fields
 from functools import reduce
 from typing import Any
 
 from spmd_rl.config.errors import ConfigError
-from spmd_rl.config.tree import Config, OptimConfig, SchedulerConfig
+from spmd_rl.config.tree import Config, OptimConfig, SchedulerConfig, SourceConfig
 
 POSITIVE = (
     "trainer.optim.eps",
@@ -80,6 +80,8 @@ AT_LEAST = {
     "ckpt.export_interval": 0,
     "log.rollouts_per_step": 0,
 }
+
+OF_ENVIRONMENTS = ("env", "args", "ratio")  # keys of a source that mean something beside `env`
 
 # vLLM's arguments that follow from keys of this tree: a second place to set them could only disagree with the first.
 ENGINE_ARGS_ELSEWHERE = {
@@ -182,15 +184,45 @@ def _sampling(c: Config) -> Iterator[str]:
 
 def _sources(c: Config) -> Iterator[str]:
     if not c.orchestrator.source:
-        yield "orchestrator.source is empty: add a [[orchestrator.source]] with an env"
+        yield "orchestrator.source is empty: add a [[orchestrator.source]] with an env or data"
     for i, source in enumerate(c.orchestrator.source):
-        if not source.env:
-            yield f"orchestrator.source.{i}.env is empty: a built-in name, pkg.mod:Class or file.py:Class"
+        yield from _source(f"orchestrator.source.{i}", source)
         if not source.ratio > 0:
             yield (
                 f"orchestrator.source.{i}.ratio = {source.ratio}: must be greater than 0; take a source out by "
                 "deleting its table"
             )
+
+
+def _source(here: str, source: SourceConfig) -> Iterator[str]:
+    if bool(source.env) == bool(source.data):
+        both = "both env and data are" if source.env else "neither env nor data is"
+        yield f"{here}: {both} set; name an environment (pkg.mod:Class, file.py:Class) or a dataset with a reward"
+    if source.env and not source.data:
+        changed = [f.name for f in fields(source) if f.name not in OF_ENVIRONMENTS and _changed(source, f)]
+        if changed:
+            yield f"{here}.{changed[0]} belongs to a dataset, and env = {source.env}: set data instead, or remove it"
+    if source.data and not source.reward:
+        yield (
+            f"{here}.reward is empty: say what a good answer to a row of {source.data} is: exact, regex, json_schema, "
+            "math, file.py:function or pkg.mod:function"
+        )
+    if source.data and source.args:
+        yield f"{here}.args belong to an environment; those of a built-in reward are reward_args"
+    if not 0 <= source.heldout_share < 1:
+        yield f"{here}.heldout_share = {source.heldout_share}: is a share of the rows; must be 0 or more and below 1"
+    if source.max_tokens < 0:
+        yield f"{here}.max_tokens = {source.max_tokens}: must be 0 (orchestrator.sampling.max_tokens) or more"
+    if not source.reward_s > 0:
+        yield f"{here}.reward_s = {source.reward_s}: must be greater than 0"
+    for name, weight in source.weights.items():
+        if type(weight) not in (int, float):
+            yield f"{here}.weights.{name} = {weight!r}: must be a number"
+
+
+def _changed(source: SourceConfig, key: Field[Any]) -> bool:
+    default = key.default_factory() if key.default is MISSING and key.default_factory is not MISSING else key.default
+    return bool(getattr(source, key.name) != default)
 
 
 def _optimizers(c: Config) -> Iterator[str]:

@@ -4,8 +4,8 @@
     @ base.toml @ small.toml --orchestrator.batch-size 32
 
 Tables merge key by key, lists are replaced as a whole, the later one wins. tyro reads the flags of declared keys and
-writes the help; the free tables (`inference.vllm`, `orchestrator.source.N.args`) have no declared keys, so their flags
-are read here. Refuses to know what the keys mean and whether they fit together: that is `check.py`.
+writes the help; the free tables (`inference.vllm`, `args`, `reward_args` and `weights` of sources) have no declared
+keys, so their flags are read here. Refuses to know what keys mean and whether they fit together: that is `check.py`.
 
 Invariant: whatever is wrong with the input ends in a ConfigError, never in a usage text and an exit.
 """
@@ -30,6 +30,7 @@ from spmd_rl.config.schema import build, did_you_mean, holds_tables, known_kinds
 from spmd_rl.config.tree import Config
 
 COMMAND_LINE = "command line"
+FREE_OF_SOURCES = ("args", "reward_args", "weights")
 HELP = """One run, described by TOML files layered left to right (`--config a.toml --config b.toml`, or \
 `@ a.toml @ b.toml`) and by the flags below, which win. `--inference.vllm.KEY VALUE` reaches any argument of the \
 engine, `--orchestrator.source.0.args.KEY VALUE` any argument of an environment. `--dry-run` checks and prints, and \
@@ -84,7 +85,7 @@ def load(argv: Sequence[str]) -> Config:
     given = asdict(layered)  # a deep copy: the defaults are shared by all configs
     table["inference"]["vllm"] = given["inference"]["vllm"]
     table["orchestrator"]["source"] = [
-        source | {"args": known["args"]}
+        source | {name: known[name] for name in FREE_OF_SOURCES}
         for source, known in zip(table["orchestrator"]["source"], given["orchestrator"]["source"], strict=True)
     ]
     for flag_path, value in free.items():
@@ -170,7 +171,8 @@ def _toml_value(text: str) -> Any:
 
 def _without_free_tables(config: Config) -> Config:
     """tyro would make flags of their keys, which may be anything."""
-    sources = tuple(replace(source, args={}) for source in config.orchestrator.source)
+    empty: dict[str, Any] = {name: {} for name in FREE_OF_SOURCES}
+    sources = tuple(replace(source, **empty) for source in config.orchestrator.source)
     return replace(
         config,
         inference=replace(config.inference, vllm={}),

@@ -180,11 +180,26 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source of tasks."""
+    """One source of tasks: an environment's class (`env`), or a dataset and a reward (`data`, `reward`)."""
 
-    env: str = "reverse"  # a built-in name, `pkg.mod:Class` or `file.py:Class`
+    env: str = ""  # a built-in name, `pkg.mod:Class` or `file.py:Class`
     args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment's class
     ratio: float = 1.0  # share of groups drawn from this source, relative to the other sources
+    data: str = ""  # *.jsonl, *.parquet (a folder, a pattern) or a Hub dataset id
+    split: str = "train"  # of a Hub dataset
+    heldout: str = ""  # dataset for evaluation, or the name of the Hub dataset's split; empty: a share of `data`
+    heldout_share: float = 0.1  # of the rows, kept from training where `heldout` is empty
+    prompt: str = "{prompt}"  # a format string over the row's columns
+    chat: bool = False  # the prompt is a user's message, in the tokenizer's chat template
+    system: str = ""  # a system message before it
+    messages: str = ""  # column of chat messages, in place of `prompt`
+    answer: str = ""  # column of the right answer: for built-in rewards, the warm-up and hints
+    hint: str = ""  # like `prompt`, but giving the answer away: for self-distillation
+    max_tokens: int = 0  # new tokens per rollout; 0 = orchestrator.sampling.max_tokens
+    reward: str = ""  # exact, regex, json_schema, math, `pkg.mod:function` or `file.py:function`
+    reward_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a built-in reward
+    weights: dict[str, Any] = field(default_factory=dict)  # of a reward's named parts; 1 where not named
+    reward_s: float = 30.0  # deadline of one reward
 
 
 @dataclass(frozen=True)
@@ -208,7 +223,7 @@ class OrchestratorConfig:
     order: Literal["fifo", "window", "completion"] = "window"
     window_fraction: float = 0.3  # f of the window: the share of open groups from which a batch may be filled
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    source: tuple[SourceConfig, ...] = (SourceConfig(),)
+    source: tuple[SourceConfig, ...] = (SourceConfig(env="reverse"),)
     eval: EvalConfig = field(default_factory=EvalConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     max_error_rate: float = 0.2  # the run stops when more than this share of recent rollouts failed

@@ -1,4 +1,4 @@
-"""From `SourceConfig` to an environment: a built-in name, `package.module:Class`, or `file.py:Class`.
+"""From `SourceConfig` to an environment: a built-in name, `package.module:Class`, `file.py:Class`, or a dataset.
 
 It refuses to know what environments do. Invariant: every error names the source and says what would work.
 """
@@ -6,27 +6,28 @@ It refuses to know what environments do. Invariant: every error names the source
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from spmd_rl.config.imports import module_of_file, module_of_package
 from spmd_rl.config.tree import SourceConfig
+from spmd_rl.envs.dataset import Dataset
 from spmd_rl.envs.protocol import Environment, Tokenizer
 
+WHAT = "environment"
 BUILT_IN = {
     "reverse": "spmd_rl.envs.reverse:Reverse",
 }
 
 
 def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
-    """The environment `Class(tokenizer, seed, **source.args)`.
+    """The environment `Class(tokenizer, seed, **source.args)`, or the rows of `source.data`.
 
     Raises ValueError (unknown name, no such class), ImportError (the module doesn't import) or TypeError (wrong args).
     """
+    if source.data:
+        return Dataset(tokenizer, seed, source)
     target = BUILT_IN.get(source.env, source.env)
     if ":" not in target:
         near = difflib.get_close_matches(source.env, BUILT_IN, n=3, cutoff=0.4)
@@ -35,7 +36,7 @@ def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
             f"unknown environment {source.env!r}; {hint} Your own goes as 'package.module:Class' or 'file.py:Class'"
         )
     location, _, name = target.rpartition(":")
-    module = _module_of_file(Path(location)) if location.endswith(".py") else _module_of_package(location)
+    module = module_of_file(Path(location), WHAT) if location.endswith(".py") else module_of_package(location, WHAT)
     cls = getattr(module, name, None)
     if not inspect.isclass(cls):
         classes = [n for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__]
@@ -48,32 +49,6 @@ def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
     make: Any = cls  # nothing but use shows that it keeps to the protocol
     environment: Environment = make(tokenizer, seed, **source.args)
     return environment
-
-
-def _module_of_package(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"environment module {name!r} does not import: {error}; it must be installed, or on PYTHONPATH"
-        ) from error
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    """The file as a module. Its folder is not put on the path: one file, or else a package."""
-    path = path.expanduser().resolve()
-    if not path.is_file():
-        raise ImportError(f"environment file {path} does not exist (relative paths start at the working directory)")
-    spec = importlib.util.spec_from_file_location(f"spmd_rl_env_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise ImportError(f"environment file {path} does not import: {type(error).__name__}: {error}") from error
-    return module
 
 
 def _takes(cls: type) -> str:

@@ -84,6 +84,14 @@ class Teacher(Protocol):
         ...
 
 
+class Hinted(Protocol):
+    """An environment that can also give the answer away, for self-distillation (`algorithm.type = "opsd"`)."""
+
+    def hint(self, task: Task) -> np.ndarray:
+        """int32[H]: a prompt for the same attempt, from which the right answer is plain."""
+        ...
+
+
 def single_turn(
     task: Task,
     prompt: np.ndarray,

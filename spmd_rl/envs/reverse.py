@@ -69,6 +69,11 @@ class Reverse:
         """int32[T]: the start token, the word, a newline."""
         return self._encode(f"{self.start}{task.data['word']}\n")
 
+    def hint(self, task: Task) -> np.ndarray:
+        """int32[H]: two solved tasks before the prompt, the second of them this one."""
+        word = task.data["word"]
+        return self._encode(f"{self.start}{word[::-1]}{self.end}{self.start}{word}\n")
+
     async def rollout(self, task: Task, policy: Policy) -> Episode:
         """One prompt, one answer."""
         sampling = replace(policy.sampling, max_tokens=min(self.max_tokens, policy.sampling.max_tokens))

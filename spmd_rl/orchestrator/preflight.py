@@ -6,16 +6,19 @@ disk. Each error names the thing and the way out.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.load import load as load_env
 from spmd_rl.envs.protocol import Environment
 
+REWARDS_TRIED = 4  # tasks per source
 LOOKED_AT = 32  # tasks per source whose prompts are measured
 MIN_FREE_BYTES = 64 * 2**20
 
@@ -73,10 +76,20 @@ def load_environments(config: Config, tokenizer: Any) -> list[Environment]:
     """One environment per source, tried on its first tasks. PreflightError names the source and the task."""
     envs = []
     for number, source in enumerate(config.orchestrator.source):
-        env = load_env(source, tokenizer, config.seed)
-        label = f"orchestrator.source[{number}] ({source.env})"
+        label = f"orchestrator.source[{number}] ({source.env or source.data})"
+        try:
+            env = load_env(source, tokenizer, config.seed)
+        except (ValueError, TypeError, ImportError) as error:
+            raise PreflightError(f"{label}: {error}") from error
         _check_prompts(env, label, config)
-        if config.warmup.steps and not hasattr(env, "teacher"):
+        _check_reward(env, label)
+        if resolve(config.orchestrator.algorithm).teacher == "hint" and not getattr(env, "hint", None):
+            raise PreflightError(
+                f"{label} gives no hints, which orchestrator.algorithm.type = {config.orchestrator.algorithm.type} "
+                "needs: set the source's `hint` (a prompt that gives the answer away), or give the environment a "
+                "method hint(task)"
+            )
+        if config.warmup.steps and not getattr(env, "teacher", None):
             raise PreflightError(
                 f"{label} has no teacher, which warmup.steps = {config.warmup.steps} needs; set it to 0"
             )
@@ -97,6 +110,17 @@ def _check_prompts(env: Environment, label: str, config: Config) -> None:
                     f"{label}: the prompt of {split} task {index} has {len(prompt)} tokens; with seq_len = "
                     f"{config.seq_len} there is no room for an answer. Raise seq_len, or shorten the prompts"
                 )
+
+
+def _check_reward(env: Environment, label: str) -> None:
+    """Where an environment offers to try its reward beforehand, it is tried."""
+    check = getattr(env, "check_reward", None)
+    if check is None:
+        return
+    try:
+        asyncio.run(check(REWARDS_TRIED))
+    except ValueError as error:
+        raise PreflightError(f"{label}: {error}") from error
 
 
 def check_disk(config: Config) -> None:

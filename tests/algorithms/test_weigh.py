@@ -11,8 +11,20 @@ from hypothesis import strategies as st
 
 from spmd_rl.algorithms import ALGORITHMS
 from spmd_rl.algorithms.weigh import reward_stats
-from spmd_rl.rollouts.types import Episode
-from tests.algorithms.batches import MAX_TOKENS, advantages, episode, group, rewarded, run, samples, stream, weights
+from spmd_rl.rollouts.types import Episode, Reward
+from tests.algorithms.batches import (
+    MAX_TOKENS,
+    TASK,
+    advantages,
+    episode,
+    group,
+    rewarded,
+    run,
+    sample,
+    samples,
+    stream,
+    weights,
+)
 
 COMPARING = [name for name, a in ALGORITHMS.items() if a.baseline == "group" and a.learns == "advantages"]
 
@@ -155,3 +167,9 @@ def test_a_batch_without_a_valid_episode_is_empty_not_nan() -> None:
     assert samples(weighed) == []
     assert reward_stats(groups) == {"groups/zero_variance": 1.0} and reward_stats([]) == {}
     assert all(math.isfinite(v) for v in weighed.stats.values())
+
+
+def test_named_parts_of_rewards_have_their_means() -> None:
+    parted = [Episode(TASK, (sample([0, 1]),), Reward(v, {"format": v / 2, "right": v})) for v in (0.0, 1.0)]
+    stats = reward_stats([group(*parted, episode(None)), group(episode(3.0))])
+    assert (stats["reward/format"], stats["reward/right"]) == (0.25, 0.5)

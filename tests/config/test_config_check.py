@@ -10,6 +10,8 @@ from spmd_rl.config import Config, ConfigError, check, load
 from spmd_rl.config.check import AT_LEAST, POSITIVE
 from spmd_rl.config.schema import known_kinds
 
+DATA = "--orchestrator.source.0.env= --orchestrator.source.0.data x.jsonl --orchestrator.source.0.reward exact"
+
 OK = ["--model.name", "m"]
 SHIPPED = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 
@@ -63,7 +65,15 @@ BAD = [
     ("--orchestrator.sampling.top-k 20", ["top_k = 20", "full distribution", "set it to 0"]),
     ("--orchestrator.sampling.max-tokens 64 --seq-len 64", ["max_tokens = 64", "seq_len = 64"]),
     ("--orchestrator.source.0.ratio 0", ["orchestrator.source.0.ratio = 0.0", "greater than 0"]),
-    ("--orchestrator.source.0.env=", ["orchestrator.source.0.env is empty"]),
+    ("--orchestrator.source.0.env=", ["orchestrator.source.0: neither env nor data is set"]),
+    ("--orchestrator.source.0.data x.jsonl --orchestrator.source.0.reward exact", ["both env and data are set"]),
+    ("--orchestrator.source.0.env= --orchestrator.source.0.data x.jsonl", ["source.0.reward is empty", "exact, regex"]),
+    ("--orchestrator.source.0.chat", ["source.0.chat belongs to a dataset", "env = reverse"]),
+    (f"{DATA} --orchestrator.source.0.heldout-share 1", ["heldout_share = 1.0"]),
+    (f"{DATA} --orchestrator.source.0.max-tokens -1", ["max_tokens = -1"]),
+    (f"{DATA} --orchestrator.source.0.reward-s 0", ["reward_s = 0.0"]),
+    (f"{DATA} --orchestrator.source.0.weights.a high", ["weights.a = 'high'"]),
+    (f"{DATA} --orchestrator.source.0.args.a 1", ["are reward_args"]),
     ("--orchestrator.algorithm.critic.lr 0", ["orchestrator.algorithm.critic.lr = 0.0"]),
     ("--trainer.optim.betas 0.9 1", ["trainer.optim.betas = [0.9, 1.0]"]),
     ("--warmup.optim.betas -0.1 0.9", ["warmup.optim.betas = [-0.1, 0.9]"]),
@@ -142,7 +152,7 @@ def test_every_number_of_the_tree_has_a_bound():
         "orchestrator.window_fraction",
         "orchestrator.sampling.top_p",
         "orchestrator.sampling.top_k",
-        "orchestrator.source.0.ratio",
+        *(f"orchestrator.source.0.{name}" for name in ("ratio", "heldout_share", "max_tokens", "reward_s")),
     }
     elsewhere |= {path for path in numbers if path.startswith(PIECES)}  # spmd_rl/algorithms/check.py
     assert numbers == set(POSITIVE) | set(AT_LEAST) | elsewhere

@@ -55,7 +55,8 @@ def test_round_trip_of_any_config(config):
 def test_every_default_is_written():
     table = tomllib.loads(to_toml(Config()))
     assert table["deadlines"]["collective_s"] == 7200.0
-    assert table["orchestrator"]["source"] == [{"env": "reverse", "ratio": 1.0, "args": {}}]
+    (source,) = table["orchestrator"]["source"]
+    assert source["env"] == "reverse" and source["args"] == {} and set(source) == set(get_type_hints(SourceConfig))
     assert set(table) == set(get_type_hints(Config))
 
 

@@ -1,0 +1,127 @@
+"""From `source.reward` to an awaitable that always answers: a `Reward`, or a `RewardError` that says why not.
+
+A reward is a built-in (`graders.py`) or a user's function, found by import path, sync or async. It gets what it names
+among `completion` (text before the end token), `tokens` (ids, the end token included), `row` (the dataset's) and
+`prompt` (text), and returns a number, or a dict of named numbers that are weighted and added, or raises. It runs beside
+the event loop, and never longer than its deadline.
+
+Invariants: an exception, a deadline, a NaN or a strange type is never a zero; a reward that hangs holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from spmd_rl.config.imports import load_object
+from spmd_rl.config.tree import SourceConfig
+from spmd_rl.envs.graders import GRADERS
+from spmd_rl.envs.workers import Workers
+from spmd_rl.rollouts.types import Reward, RewardError
+
+GIVEN = ("completion", "tokens", "row", "prompt")
+THREADS = 16  # for functions that block; one that hangs keeps its thread
+
+
+class BadReward(ValueError):
+    """What a function returned is no reward, whatever the completion was."""
+
+
+class RewardFunction:
+    """The reward of one source."""
+
+    def __init__(self, source: SourceConfig) -> None:
+        """Raises ValueError, TypeError or ImportError for a reward that can't work."""
+        self.name, self._deadline_s, self._weights = source.reward, source.reward_s, dict(source.weights)
+        self.function: Callable[..., Any] = _find(source)
+        self._takes = _takes(self.name, self.function)
+        self._workers = Workers(self.function) if getattr(self.function, "in_process", False) else None
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
+        self._free = asyncio.Semaphore(THREADS)  # a deadline does not count the time in a queue
+
+    async def __call__(self, **given: Any) -> Reward | RewardError:
+        """The reward of one completion; `given` holds all of GIVEN."""
+        try:
+            return self.as_reward(await self.call(given))
+        except BadReward as error:
+            return RewardError(str(error))
+        except TimeoutError:
+            return RewardError(f"the reward {self.name} took longer than reward_s = {self._deadline_s:g} s")
+        except Exception as error:
+            return RewardError(f"the reward {self.name} raised {type(error).__name__}: {error}")
+
+    def as_reward(self, result: Any) -> Reward:
+        """What a function returned. Raises BadReward for what is no reward."""
+        if not isinstance(result, Mapping):
+            return Reward(self._number(result, "it"))
+        parts = {str(name): self._number(value, f"its part {name!r}") for name, value in result.items()}
+        if not parts:
+            raise BadReward(f"the reward {self.name} returned no part at all")
+        if unknown := set(self._weights) - set(parts):
+            raise BadReward(
+                f"weights name {', '.join(sorted(unknown))}; the reward {self.name} has the parts {', '.join(parts)}"
+            )
+        return Reward(sum(self._weights.get(name, 1.0) * value for name, value in parts.items()), parts)
+
+    def _number(self, value: Any, what: str) -> float:
+        if not isinstance(value, numbers.Real):  # numpy's numbers and booleans are, arrays and strings are not
+            raise BadReward(
+                f"the reward {self.name} must return a number or a dict of numbers; {what} is {value!r} "
+                f"({type(value).__name__})"
+            )
+        if not math.isfinite(value):
+            raise BadReward(f"the reward {self.name} returned {value}; raise an error where none can be computed")
+        return float(value)
+
+    async def call(self, given: dict[str, Any]) -> Any:
+        """What the function returns, or raises."""
+        arguments = {name: given[name] for name in self._takes}
+        if self._workers is not None:
+            return await self._workers.call(arguments, self._deadline_s)
+        if inspect.iscoroutinefunction(self.function):
+            return await asyncio.wait_for(self.function(**arguments), self._deadline_s)
+        async with self._free:
+            call = asyncio.get_running_loop().run_in_executor(self._threads, lambda: self.function(**arguments))
+            return await asyncio.wait_for(call, self._deadline_s)
+
+
+def _find(source: SourceConfig) -> Callable[..., Any]:
+    if ":" in source.reward:
+        function = load_object(source.reward, "reward")
+        if not callable(function):
+            raise TypeError(f"reward = {source.reward!r} is a {type(function).__name__}, not a function")
+        if source.reward_args:
+            raise ValueError(f"reward_args belong to built-in rewards; {source.reward} gets its row instead")
+        return function
+    if source.reward not in GRADERS:
+        near = difflib.get_close_matches(source.reward, GRADERS, n=2)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"built in: {', '.join(GRADERS)}."
+        raise ValueError(f"unknown reward {source.reward!r}; {hint} Your own goes as file.py:function")
+    grader: Any = GRADERS[source.reward]
+    try:
+        built: Callable[..., Any] = grader(source.answer, **source.reward_args)
+    except TypeError as error:
+        known = list(inspect.signature(grader).parameters)[1:]
+        raise TypeError(
+            f"reward {source.reward}: {error}; reward_args may hold {', '.join(known) or 'nothing'}"
+        ) from None
+    if not source.answer and source.reward in ("exact", "math"):
+        raise ValueError(f"reward = {source.reward} compares with the right answer: name its column in `answer`")
+    return built
+
+
+def _takes(name: str, function: Callable[..., Any]) -> list[str]:
+    """Which of GIVEN the function names. TypeError for a parameter that nobody fills."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return list(GIVEN)
+    strange = [p.name for p in parameters if p.name not in GIVEN and p.default is p.empty]
+    if strange:
+        raise TypeError(f"reward {name} takes {', '.join(strange)}; it can be given {', '.join(GIVEN)}")
+    return [p.name for p in parameters if p.name in GIVEN]
