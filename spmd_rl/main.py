@@ -1,6 +1,7 @@
 """spmd_rl: one program on every rank. Parse, join the world, take a role, run.
 
-    torchrun --nproc-per-node 3 spmd_rl/main.py rl --config configs/quickstart.toml [--KEY VALUE ...] [--dry-run]
+    torchrun --nproc-per-node 3 spmd_rl/main.py rl  --config configs/quickstart.toml [--KEY VALUE ...] [--dry-run]
+    torchrun --nproc-per-node 2 spmd_rl/main.py sft --config configs/sft.toml        [--KEY VALUE ...] [--dry-run]
 
 Without RANK in the environment the program starts itself under torchrun, with `--nproc-per-node` processes (by
 default the fewest that the config needs).
@@ -17,11 +18,11 @@ from typing import NoReturn
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
 
 from spmd_rl.algorithms.check import check_algorithm  # noqa: E402
-from spmd_rl.config import Config, ConfigError, check, load, split_argv, to_toml  # noqa: E402
+from spmd_rl.config import Config, ConfigError, check, check_sft, load, split_argv, to_toml  # noqa: E402
 from spmd_rl.world.error_file import write_error_file  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
 
-COMMANDS = ("rl",)
+COMMANDS = ("rl", "sft")
 NPROC = "--nproc-per-node"
 
 
@@ -32,9 +33,7 @@ def main(argv: list[str]) -> int:
         if not argv or argv[0] not in COMMANDS:
             raise ConfigError([f"say what to do: main.py {{{','.join(COMMANDS)}}} --config FILE.toml"], "command line")
         config = load(argv[1:])
-        check(config)
-        check_algorithm(config)
-        mesh = Mesh.build(config, int(os.environ.get("WORLD_SIZE", nproc or Mesh.smallest(config))))
+        mesh = plan(argv[0], config, int(os.environ.get("WORLD_SIZE", nproc)))
     except (ConfigError, MeshError) as error:
         write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")
         if os.environ.get("RANK", "0") == "0":
@@ -45,7 +44,17 @@ def main(argv: list[str]) -> int:
         return 0
     if "RANK" not in os.environ:
         start_torchrun(argv, mesh.world_size)
-    run_rank(config, mesh)
+    run_rank(argv[0], config, mesh)
+
+
+def plan(command: str, config: Config, world_size: int) -> Mesh:
+    """Check what can be checked without starting anything, and lay out the ranks (0 = the fewest that will do)."""
+    if command == "sft":
+        check_sft(config)
+        return Mesh.all_train(world_size or 1)
+    check(config)
+    check_algorithm(config)
+    return Mesh.build(config, world_size or Mesh.smallest(config))
 
 
 def take_nproc(argv: list[str]) -> tuple[list[str], int]:
@@ -65,7 +74,7 @@ def start_torchrun(argv: list[str], nproc: int) -> NoReturn:
     os.execv(sys.executable, [*launcher, str(Path(__file__).resolve()), *argv])
 
 
-def run_rank(config: Config, mesh: Mesh) -> NoReturn:
+def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     """This process is a rank: join, play the role, leave. Ends the process, with 0 only when every rank finished."""
     from spmd_rl.observe.logs import redirect_rank_output
     from spmd_rl.world.watchdog import Watchdog
@@ -79,8 +88,8 @@ def run_rank(config: Config, mesh: Mesh) -> NoReturn:
         world = World.join(config, mesh, watchdog)
         output = redirect_rank_output(config.output_dir, rank, console=rank == 0)
         watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
-        arguments = (world, output) if role == "orchestrator" else (world,)
-        import_module(f"spmd_rl.{role}.role").run(*arguments)
+        module = "spmd_rl.trainer.sft" if command == "sft" else f"spmd_rl.{role}.role"
+        import_module(module).run(world, *([output] if rank == 0 else []))
         world.leave()
         output.restore()
     except BaseException as error:

@@ -1,6 +1,6 @@
-"""Supervised learning on prompts and answers: cross-entropy on the answers, for the warm-up.
+"""Supervised learning: cross-entropy on answers, or on the tokens that a mask names.
 
-It refuses to know where the answers come from. Invariant: the cross-entropy weights of a batch sum to 1.
+It refuses to know where sequences come from. Invariant: the cross-entropy weights of a batch sum to 1.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ def train_samples(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[TrainS
     for i, (prompt, answer) in enumerate(pairs):
         if len(prompt) == 0 or len(answer) == 0:
             raise ValueError(f"pair {i} has {len(prompt)} prompt and {len(answer)} answer tokens; both need at least 1")
-    answer_tokens = sum(len(answer) for _, answer in pairs)
-    return [_sample(prompt, answer, answer_tokens) for prompt, answer in pairs]
+    sequences = [
+        (np.concatenate(pair).astype(np.int32), np.repeat([0, 1], [len(pair[0]), len(pair[1])]).astype(np.uint8))
+        for pair in pairs
+    ]
+    return learned(sequences)
 
 
-def _sample(prompt: np.ndarray, answer: np.ndarray, answer_tokens: int) -> TrainSample:
-    tokens = np.concatenate([prompt, answer]).astype(np.int32)
-    mask = (np.arange(len(tokens)) >= len(prompt)).astype(np.uint8)
-    return TrainSample(
-        tokens=tokens,
-        mask=np.zeros_like(mask),  # no policy sampled these tokens
-        logprobs=np.zeros(len(tokens), np.float32),
-        temperatures=np.ones(len(tokens), np.float32),
-        pg_weight=np.zeros(len(tokens), np.float32),
-        ce_weight=(mask / answer_tokens).astype(np.float32),
-    )
+def learned(sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[TrainSample]:
+    """One sample for each (tokens int32[T], mask uint8[T]), as `train_samples`; first tokens are predicted by nothing.
+
+    Raises ValueError when no token of the batch is learned.
+    """
+    if not sequences:
+        return []
+    count = sum(int(np.count_nonzero(mask[1:])) for _, mask in sequences)
+    if not count:
+        raise ValueError(f"none of the {len(sequences)} sequences has a token to learn")
+    samples = []
+    for tokens, mask in sequences:
+        ce_weight = (mask / count).astype(np.float32)
+        ce_weight[0] = 0
+        zeros = np.zeros(len(tokens), np.float32)
+        samples.append(TrainSample(tokens, np.zeros(len(tokens), np.uint8), zeros, zeros + 1, ce_weight=ce_weight))
+    return samples

@@ -3,10 +3,21 @@
 Imports no torch, so that a laptop can check a config in under a second.
 """
 
-from spmd_rl.config.check import check
+from spmd_rl.config.check import check, check_sft
 from spmd_rl.config.errors import ConfigError
 from spmd_rl.config.load import Arguments, load, split_argv
 from spmd_rl.config.show import config_hash, to_toml, write_toml
 from spmd_rl.config.tree import Config
 
-__all__ = ["Arguments", "Config", "ConfigError", "check", "config_hash", "load", "split_argv", "to_toml", "write_toml"]
+__all__ = [
+    "Arguments",
+    "Config",
+    "ConfigError",
+    "check",
+    "check_sft",
+    "config_hash",
+    "load",
+    "split_argv",
+    "to_toml",
+    "write_toml",
+]

@@ -6,7 +6,7 @@ number of ranks is `spmd_rl.world.mesh`; whether vLLM knows an argument is the e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, asdict, fields
 from functools import reduce
 from typing import Any
@@ -78,6 +78,13 @@ AT_LEAST = {
     "weights.probe_length": 2,
     "weights.max_k3": 0,
     "ckpt.export_interval": 0,
+    "ckpt.interval": 0,
+    "ckpt.keep": 0,
+    "data.batch_size": 1,
+    "data.eval_interval": 0,
+    "data.fake_length": 2,
+    "data.fake_min_length": 0,
+    "data.validation_share": 0,
     "log.rollouts_per_step": 0,
 }
 
@@ -114,8 +121,16 @@ ENGINE_ARGS_FIXED = {
 
 
 def check(config: Config) -> None:
-    """Raise a ConfigError that lists everything about the config that cannot work. Starts and imports nothing."""
-    parts = (_ranges, _run, _batches, _sampling, _sources, _optimizers, _precision, _engine, _weights, _deadlines)
+    """Raise a ConfigError that lists everything about an RL run that cannot work. Starts and imports nothing."""
+    _raise(config, _ranges, _run, _batches, _sampling, _sources, _optimizers, _precision, _engine, _weights, _deadlines)
+
+
+def check_sft(config: Config) -> None:
+    """The same of a run of `main.py sft`."""
+    _raise(config, _ranges, _run, _optimizers, _precision, _deadlines, _sft)
+
+
+def _raise(config: Config, *parts: Callable[[Config], Iterator[str]]) -> None:
     problems = [problem for part in parts for problem in part(config)]
     if problems:
         raise ConfigError(problems, "config")
@@ -152,6 +167,30 @@ def _run(c: Config) -> Iterator[str]:
         yield "max_steps = 0 and warmup.steps = 0: nothing to do; set either to 1 or more"
     if c.log.wandb and not c.log.wandb_project:
         yield "log.wandb is on and log.wandb_project is empty: name the project, or turn log.wandb off"
+
+
+def _sft(c: Config) -> Iterator[str]:
+    data = c.data
+    if data.type == "table" and not data.name:
+        yield "data.name is empty: name a *.jsonl file, *.parquet files or a Hub dataset id (or data.type = fake)"
+    if bool(data.prompt) != bool(data.completion):
+        yield (
+            f"data.prompt = {data.prompt!r} with data.completion = {data.completion!r}: name both columns, or neither "
+            "for chat messages"
+        )
+    if not data.validation_share < 1:
+        yield f"data.validation_share = {data.validation_share}: is a share of the rows; must be below 1"
+    if data.eval_interval and not (data.validation or data.validation_share or data.type == "fake"):
+        yield (
+            f"data.eval_interval = {data.eval_interval} without data.validation or validation_share: there is nothing "
+            "to validate on; set one of them"
+        )
+    if data.type == "fake" and data.fake_length > c.seq_len:
+        yield f"data.fake_length = {data.fake_length} is above seq_len = {c.seq_len}: lower it"
+    if data.fake_min_length > data.fake_length:
+        yield f"data.fake_min_length = {data.fake_min_length} is above fake_length = {data.fake_length}: lower it"
+    if c.max_steps == 0:
+        yield "max_steps = 0: nothing to do; set it to 1 or more"
 
 
 def _batches(c: Config) -> Iterator[str]:

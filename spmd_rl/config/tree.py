@@ -287,9 +287,33 @@ class DeadlineConfig:
 
 @dataclass(frozen=True)
 class CkptConfig:
-    """What is saved."""
+    """What is saved, and where a run goes on."""
 
     export_interval: int = 0  # optimizer steps between Hugging Face exports; 0 = only at the end
+    interval: int = 0  # optimizer steps between checkpoints (weights, optimizer, place in the data); 0 = none
+    keep: int = 2  # newest checkpoints that stay; 0 = all
+    resume: str = ""  # sft: a checkpoint's folder, or "latest" of output_dir
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What `main.py sft` trains on: a dataset of chats or of prompts and completions."""
+
+    type: Literal["table", "fake"] = "table"  # fake: random tokens, for measuring
+    name: str = ""  # *.jsonl, *.parquet (a folder, a pattern) or a Hub dataset id
+    split: str = "train"  # of a Hub dataset
+    messages: str = "messages"  # column of chat messages, rendered by the tokenizer's chat template
+    tools: str = ""  # column of the tools that a chat may call
+    prompt: str = ""  # column of plain text, in place of messages
+    completion: str = ""  # column of what follows the prompt; the end token is added
+    loss_on: Literal["assistant", "last_assistant", "all"] = "assistant"  # which turns are learned
+    batch_size: int = 64  # sequences per optimizer step, over all ranks
+    too_long: Literal["error", "drop", "truncate"] = "error"  # sequences above seq_len
+    validation: str = ""  # a dataset, or the name of the Hub dataset's split
+    validation_share: float = 0.0  # of the rows, kept from training where `validation` is empty
+    eval_interval: int = 0  # optimizer steps between validations; 0 = only at the start and at the end
+    fake_length: int = 256  # tokens per sequence
+    fake_min_length: int = 0  # with a value, lengths are spread evenly from here to fake_length
 
 
 @dataclass(frozen=True)
@@ -321,4 +345,5 @@ class Config:
     clock: ClockConfig = field(default_factory=ClockConfig)
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     ckpt: CkptConfig = field(default_factory=CkptConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     log: LogConfig = field(default_factory=LogConfig)

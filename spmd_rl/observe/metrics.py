@@ -100,6 +100,17 @@ class Metrics:
         self.close()
 
 
+def truncate_metrics(folder: str | Path, step: int) -> None:
+    """Take out what was logged after `step`, for a run that goes on from there. No file is fine."""
+    path = Path(folder) / FILE_NAME
+    if not path.exists():
+        return
+    kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
+    writing = path.with_suffix(".tmp")
+    writing.write_text("".join(kept), encoding="utf-8")
+    writing.replace(path)
+
+
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The records of a metrics file, also of a run that is still writing: a last line without its end is left out."""
     with open(path, encoding="utf-8") as lines:

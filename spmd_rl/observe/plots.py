@@ -54,6 +54,31 @@ def reward_png(metrics_path: str | Path, out_path: str | Path, title: str = "") 
     return out_path
 
 
+def loss_png(metrics_path: str | Path, out_path: str | Path) -> Path:
+    """The same for supervised training: loss over optimizer steps, with the validations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = list(read_metrics(metrics_path))
+    figure = Figure(figsize=(9, 4.5), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    steps, losses = curve(records, "sft", names.LOSS)
+    axes.plot(steps, losses, color=REWARD, alpha=0.3, linewidth=1, label="batch mean")
+    axes.plot(steps, trailing_mean(losses), color=REWARD, linewidth=2.4, label=f"mean of {MEAN_OVER} steps")
+    at, values = curve(records, "eval", names.EVAL_LOSS)
+    if len(at):
+        axes.scatter(at, values, 52, color=SAMPLED, edgecolors="white", zorder=4, label="validation")
+    axes.set_ylabel("loss (nats / learned token)")
+    axes.set_xlabel("optimizer step")
+    axes.legend(loc="best", frameon=False, labelcolor=INK)
+    _style(axes)
+    out_path = Path(out_path)
+    with explain_full_disk(out_path.parent):
+        figure.savefig(out_path)
+    return out_path
+
+
 def curve(records: list[dict[str, Any]], phase: names.Phase, key: str) -> Curve:
     """One metric over the steps of a phase, by step; a step logged twice counts once, with its last value."""
     found = {r["step"]: r[key] for r in records if r["phase"] == phase and isinstance(r.get(key), int | float)}

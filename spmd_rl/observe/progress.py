@@ -188,7 +188,7 @@ def _cell(record: Mapping[str, Any], column: Column) -> str:
 
 
 def _eval_text(record: Mapping[str, Any]) -> str:
-    parts = (("greedy", names.EVAL_GREEDY), ("sampled", names.EVAL_SAMPLED))
+    parts = (("greedy", names.EVAL_GREEDY), ("sampled", names.EVAL_SAMPLED), ("loss", names.EVAL_LOSS))
     return "  ".join(f"{title} {value:.3f}" for title, key in parts if (value := _number(record, key)) is not None)
 
 

@@ -30,6 +30,7 @@ from spmd_rl.config.tree import Config, OptimConfig
 from spmd_rl.models import build as models
 from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
+from spmd_rl.trainer.checkpoint import Parts
 from spmd_rl.trainer.critic import Critic
 from spmd_rl.trainer.inputs import LossInputs
 from spmd_rl.trainer.loss import Loss
@@ -120,6 +121,24 @@ class Learner:
         metrics |= {name: value * len(results) for name, value in metrics.items() if name.startswith("tokens/")}
         return metrics | {"lr": lr} | {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
 
+    @torch.no_grad()
+    def validate(self, rows: Sequence[Row]) -> dict[str, float]:
+        """The loss on this rank's rows, over all ranks; nothing is learned. Collective, as `step`."""
+        for row in rows:
+            check_row(row)
+        with self._phase("validate"):
+            stats = reduce(add, [self._evaluate(_Work(row, RowTensors.build(row, self.device)))[1] for row in rows])
+            reshard(self.model)
+            metrics = self._all_reduce(stats).metrics()
+        return {name: metrics[name] for name in ("loss", "entropy", "tokens/ce")}
+
+    def checkpoint_parts(self) -> Parts:
+        """What a checkpoint holds: the policy, and a critic where there is one."""
+        parts: Parts = {"policy": (self._named, self._optimizer)}
+        if self._critic is not None:
+            parts["critic"] = (list(self._critic.model.named_parameters()), self._critic.optimizer)
+        return parts
+
     def _prepare(self, works: Sequence[_Work]) -> None:
         """What the losses compare with, from the weights as the batch begins."""
         if self._algorithm.policy.proximal:
@@ -208,13 +227,20 @@ class Learner:
 
     def _forward_backward(self, work: _Work) -> Stats:
         """Adds one row's gradient; returns its sums."""
+        loss, stats = self._evaluate(work)
+        with self._phase("backward"):
+            loss.backward()
+        return stats
+
+    def _evaluate(self, work: _Work) -> tuple[Tensor, Stats]:
+        """The loss of one row, and its sums."""
         reference_T = work.reference_T
         if self._algorithm.teacher == "hint":  # of the weights as they are now, not as the batch began
             with self._phase("reference"):
                 reference_T = hinted_logprobs(self.model, work.row, self.device)
         with self._phase("forward"):
             logprobs_T, entropies_T = work.tensors.logprobs(self.model)
-            loss, stats = self._loss(
+            return self._loss(
                 LossInputs(
                     logprobs_T=logprobs_T,
                     entropies_T=entropies_T,
@@ -230,9 +256,6 @@ class Learner:
                     proximal_T=work.proximal_T,
                 )
             )
-        with self._phase("backward"):
-            loss.backward()
-        return stats
 
     def _column(self, work: _Work, name: str) -> Tensor:
         """A float32 column on the device; zeros where the row has none."""

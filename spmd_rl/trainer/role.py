@@ -1,19 +1,23 @@
-"""What a trainer rank does: carry out rank 0's orders, one after the other, as all trainer ranks do in the same order.
+"""What a trainer rank does: carry out orders, one after the other, as all trainer ranks do in the same order.
 
-An order is a step on this rank's rows, a fresh optimizer, sending a policy version, or an export. Sending goes on
-beside the next forward on a thread of its own. Only trainer rank 0 reports, with ticks.
+This is the training loop, for reinforcement learning and for supervised training alike: an order is a batch to learn
+from, rows to validate on, a fresh optimizer, a policy version to send, an export, a checkpoint to write or to go back
+to. In RL orders come from rank 0; in supervised training every rank makes its own (`sft.py`). Sending and saving go on
+beside the next forward on threads of their own. Only the first trainer rank reports.
 
-It refuses to know about rollouts, engines and what a step is for: warm-up and RL are the same order.
+It refuses to know about rollouts, engines and what a step is for.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmd_rl.rollouts.types import Row
+from spmd_rl.trainer.checkpoint import Checkpoints
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.optim import learning_rate
 from spmd_rl.world.buckets import Plan
@@ -26,11 +30,16 @@ from spmd_rl.world.messages import (
     FreshOptimizer,
     Order,
     Ready,
+    Restore,
+    Save,
+    Saved,
     Send,
     Sent,
     Stop,
     Train,
     Trained,
+    Validate,
+    Validated,
 )
 from spmd_rl.world.pipe import Pipe
 from spmd_rl.world.weights import Sender
@@ -39,25 +48,43 @@ from spmd_rl.world.world import World
 
 
 def run(world: World) -> None:
-    """Build the learner and follow orders until rank 0 says stop."""
+    """Build the learner and follow rank 0's orders until it says stop."""
     config, deadlines, watchdog = world.config, world.config.deadlines, world.watchdog
-    torch.set_num_threads(config.trainer.threads)
     index = world.mesh.trainers.index(world.rank)
     clock = Leader(world.groups["ctl"], watchdog.fail) if index == 0 else None
     if clock:
         clock.start()
-    with watchdog.stage("build the model", deadlines.start_s):
-        started = time.perf_counter()
-        group = world.groups["trainer"] if len(world.mesh.trainers) > 1 else None
-        learner = Learner(config, _device_mesh(world), world.device, group, watchdog.beat)
+    started = time.perf_counter()
+    learner = build_learner(world)
+    with watchdog.stage("plan the weights", deadlines.start_s):
         plan = Plan.build(learner.parameter_table(), int(config.weights.bucket_mb * 2**20), len(world.mesh.trainers))
         sender = Sender(plan, index, world.groups[f"weights/{index}"], world.device, watchdog.fail)
-        built_s = time.perf_counter() - started
-    trainer = TrainerRank(world, learner, sender, clock)
-    trainer.tell(Ready(world.rank, {"build_s": built_s}))
-    trainer.follow_orders()
+    trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender)
+    trainer.tell(Ready(world.rank, {"build_s": time.perf_counter() - started}))
+    trainer.follow(received_orders(world))
     if clock:
         clock.join(deadlines.step_s)
+
+
+def build_learner(world: World) -> Learner:
+    """This rank's share of the model."""
+    torch.set_num_threads(world.config.trainer.threads)
+    with world.watchdog.stage("build the model", world.config.deadlines.start_s):
+        group = world.groups["trainer"] if len(world.mesh.trainers) > 1 else None
+        return Learner(world.config, _device_mesh(world), world.device, group, world.watchdog.beat)
+
+
+def received_orders(world: World) -> Iterator[Order]:
+    """Rank 0's orders, as they come."""
+    pipe = Pipe(world.groups["data"], 0, "rank 0 (orchestrator)")
+    while True:
+        with world.watchdog.stage("wait for an order"):
+            order = decode(pipe.receive(), Order)
+        yield order
+
+
+def silent(event: Event) -> None:
+    """What all trainer ranks but the first say."""
 
 
 def _device_mesh(world: World) -> DeviceMesh | None:
@@ -69,30 +96,34 @@ def _device_mesh(world: World) -> DeviceMesh | None:
 
 
 class TrainerRank:
-    """One trainer rank; `clock` is None on all but the first."""
+    """One trainer rank.
 
-    def __init__(self, world: World, learner: Learner, sender: Sender, clock: Leader | None) -> None:
-        self._world, self._learner, self._sender, self._clock = world, learner, sender, clock
-        self._orders = Pipe(world.groups["data"], 0, "rank 0 (orchestrator)")
+    Args:
+        tell: where events go.
+        sender: to the engines; None where there are none.
+    """
+
+    def __init__(
+        self, world: World, learner: Learner, tell: Callable[[Event], None], sender: Sender | None = None
+    ) -> None:
+        self.tell = tell
+        self._world, self._learner, self._sender = world, learner, sender
+        self._checkpoints = Checkpoints(world.groups["ckpt"], world.config.ckpt.keep)
         self._deadline_s = world.config.deadlines.step_s
 
-    def tell(self, event: Event) -> None:
-        """Report to rank 0; silent on all ranks but the first trainer."""
-        if self._clock:
-            self._clock.tell(event)
-
-    def follow_orders(self) -> None:
-        """The loop: one order at a time."""
-        watchdog = self._world.watchdog
+    def follow(self, orders: Iterator[Order]) -> None:
+        """The loop: one order at a time, until Stop."""
         while True:
             started = time.perf_counter()
-            with watchdog.stage("wait for an order"):
-                order = decode(self._orders.receive(), Order)
+            order = next(orders)
             waited_s = time.perf_counter() - started
-            with watchdog.stage(type(order).__name__.lower(), self._deadline_s):
+            with self._world.watchdog.stage(type(order).__name__.lower(), self._deadline_s):
                 match order:
                     case Train():
                         self._train(order, waited_s)
+                    case Validate():
+                        metrics = self._learner.validate([Row(**columns) for columns in order.rows])
+                        self.tell(Validated(order.step, metrics))
                     case FreshOptimizer():
                         self._learner.start_rl()
                     case Send():
@@ -100,8 +131,15 @@ class TrainerRank:
                     case Export():
                         self._learner.export(order.folder)
                         self.tell(Exported(order.folder))
+                    case Save():
+                        self._save(order)
+                    case Restore():
+                        self._checkpoints.wait()
+                        self._checkpoints.load(order.folder, self._learner.checkpoint_parts())
                     case Stop():
-                        self._sender.close(self._deadline_s)
+                        self._checkpoints.wait()
+                        if self._sender:
+                            self._sender.close(self._deadline_s)
                         return
 
     def _train(self, order: Train, waited_s: float) -> None:
@@ -117,8 +155,14 @@ class TrainerRank:
         metrics["cpu/trainer_s"] = time.process_time() - cpu
         self.tell(Trained(order.step, order.phase, metrics))
 
+    def _save(self, order: Save) -> None:
+        """Begin to write; `Saved` follows when it is complete."""
+        parts = self._learner.checkpoint_parts()
+        self._checkpoints.save(order.folder, parts, order.state, lambda: self.tell(Saved(order.folder)))
+
     def _send(self, order: Send) -> None:
         """Copy the weights out, then score the probe set with them while they travel."""
+        assert self._sender is not None
         started = time.perf_counter()
         self._sender.send(order.version, self._learner.full_tensors(), self._deadline_s)
         gather_s = time.perf_counter() - started

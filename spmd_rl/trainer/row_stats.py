@@ -21,6 +21,7 @@ SUMS = (
     "tokens_masked",
     "tokens_clipped",
     "tokens_used",
+    "tokens_packed",
     "entropy",
     "k3",
     "reference_tokens",
@@ -52,6 +53,7 @@ class Stats:
             "tokens/sampled": total["tokens_sampled"],
             "tokens/trained": total["tokens_trained"],
             "tokens/ce": total["tokens_ce"],
+            "tokens/packed": total["tokens_packed"],
             "masked_fraction": total["tokens_masked"] / max(total["tokens_trained"], 1.0),
             "clipped_fraction": total["tokens_clipped"] / max(total["tokens_trained"], 1.0),
         }
@@ -78,6 +80,7 @@ def row_stats(loss: Tensor, inputs: LossInputs, keep_T: Tensor, policy: PolicyLo
         (trained_T & ~keep_T).sum(),
         (trained_T & _clipped(inputs, policy)).sum(),
         used_T.sum(),
+        used_T.any() * len(used_T),  # a row that only takes part holds no token of the batch
         torch.where(used_T, inputs.entropies_T.double(), 0.0).sum(),
         k3_T.sum(),
         compared_T.sum(),

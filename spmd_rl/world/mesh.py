@@ -65,6 +65,11 @@ class Mesh:
         replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer, tp))
         return cls(world_size, tuple(range(1, 1 + train)), replicas)
 
+    @classmethod
+    def all_train(cls, world_size: int) -> Mesh:
+        """Supervised training: every rank trains, rank 0 too; nobody infers or orchestrates."""
+        return cls(world_size, tuple(range(world_size)), ())
+
     @staticmethod
     def smallest(config: Config) -> int:
         """The fewest ranks that the config can run on."""
@@ -73,9 +78,9 @@ class Mesh:
 
     def role(self, rank: int) -> Role:
         """The role of a global rank."""
-        if rank == 0:
-            return "orchestrator"
-        return "trainer" if rank in self.trainers else "inference"
+        if rank in self.trainers:
+            return "trainer"
+        return "orchestrator" if rank == 0 else "inference"
 
     def replica_of(self, rank: int) -> int:
         """Which replica an inference rank belongs to."""
@@ -102,16 +107,19 @@ class Mesh:
         One `weights/i` group per trainer rank: it is the root of every broadcast there, so senders never wait for
         each other and a bucket reaches just the ranks that need it.
         """
+        own = [GroupSpec("trainer", self.trainers, "device"), GroupSpec("ckpt", self.trainers, "host")]
+        if not self.replicas:
+            return tuple(own)
         specs = [GroupSpec("ctl", (0, *self.leaders), "host"), GroupSpec("data", (0, *self.trainers), "host")]
         specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(self.trainers)]
         for i, replica in enumerate(self.replicas):
             specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
-        specs += [GroupSpec("trainer", self.trainers, "device")]
-        return tuple(specs)
+        return (*specs, *own)
 
     def describe(self) -> str:
         """A few lines for people."""
-        lines = [f"mesh of {self.world_size} ranks", "  rank 0            orchestrator"]
+        lines = [f"mesh of {self.world_size} rank{'s' * (self.world_size > 1)}"]
+        lines += ["  rank 0            orchestrator"] if 0 not in self.trainers else []
         lines.append(f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}")
         lines += [f"  {_span(r):<17} inference replica {i}, tp {len(r)}" for i, r in enumerate(self.replicas)]
         return "\n".join(lines)

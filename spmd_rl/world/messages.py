@@ -7,6 +7,8 @@ holds numbers, text and numpy arrays; token ids, never text, are what is generat
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 
@@ -129,7 +131,20 @@ class Exported(Message, frozen=True):
     folder: str
 
 
-Event = Ready | Generated | Refused | Pulled | Probed | EngineLoad | Trained | Sent | Exported
+class Validated(Message, frozen=True):
+    """The loss on rows that nothing was learned from."""
+
+    step: int  # optimizer steps taken before
+    metrics: dict[str, float]
+
+
+class Saved(Message, frozen=True):
+    """A checkpoint is complete on disk."""
+
+    folder: str
+
+
+Event = Ready | Generated | Refused | Pulled | Probed | EngineLoad | Trained | Sent | Exported | Validated | Saved
 
 # --- orders: rank 0 → every trainer rank ---------------------------------------------------------------------------
 
@@ -161,4 +176,24 @@ class Export(Message, frozen=True):
     folder: str
 
 
-Order = Train | FreshOptimizer | Send | Export | Stop
+class Validate(Message, frozen=True):
+    """The loss on this rank's rows (as many on every rank); nothing is learned."""
+
+    step: int
+    rows: list[dict[str, np.ndarray]]
+
+
+class Save(Message, frozen=True):
+    """Write a checkpoint beside everything that follows; `state` goes with it and is not looked at."""
+
+    folder: str
+    state: dict[str, Any]
+
+
+class Restore(Message, frozen=True):
+    """Weights and optimizer as a checkpoint has them."""
+
+    folder: str
+
+
+Order = Train | FreshOptimizer | Send | Export | Validate | Save | Restore | Stop

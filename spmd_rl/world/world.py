@@ -88,9 +88,9 @@ def pick_device(config: Config, role: Role, index: int) -> torch.device:
 
 
 def prepare_output(config: Config) -> Path:
-    """Rank 0: an empty output folder with the resolved config in it. An earlier run there is moved aside."""
+    """Rank 0: an empty output folder with the resolved config in it. An earlier run there moves aside or is resumed."""
     folder = Path(config.output_dir)
-    if (folder / "config.toml").exists():
+    if (folder / "config.toml").exists() and not config.ckpt.resume:
         older = next(path for n in range(1, 10**6) if not (path := Path(f"{folder}.{n}")).exists())
         folder.rename(older)
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.config import Config, ConfigError, check, load
-from spmd_rl.config.check import AT_LEAST, POSITIVE
+from spmd_rl.config.check import AT_LEAST, POSITIVE, check_sft
 from spmd_rl.config.schema import known_kinds
 
 DATA = "--orchestrator.source.0.env= --orchestrator.source.0.data x.jsonl --orchestrator.source.0.reward exact"
@@ -163,3 +163,29 @@ def test_only_the_model_is_missing_from_the_defaults():
     with pytest.raises(ConfigError) as error:
         check(Config())
     assert len(error.value.problems) == 1 and "model.name" in error.value.problems[0]
+
+
+SFT = "--data.name rows.jsonl"
+BAD_SFT = {
+    "": ["data.name is empty", "type = fake"],
+    f"{SFT} --data.prompt q": ["data.prompt = 'q' with data.completion = ''", "name both"],
+    f"{SFT} --data.validation-share 1": ["validation_share = 1.0", "below 1"],
+    f"{SFT} --data.eval-interval 5": ["eval_interval = 5 without", "nothing to validate on"],
+    "--data.type fake --data.fake-length 99 --seq-len 64": ["fake_length = 99 is above seq_len = 64"],
+    "--data.type fake --data.fake-length 9 --data.fake-min-length 10": ["fake_min_length = 10 is above"],
+    f"{SFT} --max-steps 0": ["nothing to do"],
+    f"{SFT} --data.batch-size 0": ["data.batch_size = 0"],
+    f"{SFT} --ckpt.interval -1": ["ckpt.interval = -1"],
+}
+
+
+@pytest.mark.parametrize("flags", BAD_SFT)
+def test_bad_sft(flags):
+    with pytest.raises(ConfigError) as error:
+        check_sft(load(["--model.name", "x", *flags.split()]))
+    for part in BAD_SFT[flags]:
+        assert part in str(error.value)
+
+
+def test_supervised_training_does_not_ask_for_what_engines_need():
+    check_sft(load(["--model.name", "x", *SFT.split(), "--seq-len", "64", "--orchestrator.group-size", "1"]))

@@ -53,15 +53,21 @@ class Run:
 class Launch:
     """A run in progress; leaving the context kills whatever is left of it.
 
-    args: of `main.py rl`, with the output folder. wrap: a command that runs the command.
+    args: of `main.py rl` (or another `command`), without the output folder. wrap: a command that runs the command.
     """
 
     def __init__(
-        self, folder: Path, args: list[str], nproc: int = 3, env: dict[str, str] | None = None, wrap: tuple = ()
+        self,
+        folder: Path,
+        args: list[str],
+        nproc: int = 3,
+        env: dict[str, str] | None = None,
+        wrap: tuple = (),
+        command: str = "rl",
     ) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        program = [str(ROOT / "spmd_rl/main.py"), "rl", *args, "--output-dir", str(folder)]
+        program = [str(ROOT / "spmd_rl/main.py"), command, *args, "--output-dir", str(folder)]
         self._screen = folder.with_name(f"{folder.name}-screen.txt")
         self._shared_memory = set(os.listdir(SHARED_MEMORY))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "VLLM_", "SPMD_RL"))}
@@ -100,9 +106,9 @@ class Launch:
         return self._screen.read_text(errors="replace")
 
     def wait_for_step(self, step: int, timeout_s: float = TIMEOUT_S) -> None:
-        """Until this step of RL is in the metrics."""
+        """Until this step of training is in the metrics."""
         deadline = time.monotonic() + timeout_s
-        while not any(record["phase"] == "rl" and record["step"] >= step for record in self._records()):
+        while not any(record["phase"] in ("rl", "sft") and record["step"] >= step for record in self._records()):
             assert self._process.poll() is None, f"ended before step {step}; the screen shows:\n{self.output[-4000:]}"
             assert time.monotonic() < deadline, f"no step {step} within {timeout_s:g} s:\n{self.output[-4000:]}"
             time.sleep(0.1)
@@ -132,9 +138,10 @@ def run(
     timeout_s: float = TIMEOUT_S,
     env: dict[str, str] | None = None,
     wrap: tuple = (),
+    command: str = "rl",
 ) -> Run:
     """Launch and wait."""
-    with Launch(folder, args, nproc, env, wrap) as launch:
+    with Launch(folder, args, nproc, env, wrap, command) as launch:
         return launch.wait(timeout_s)
 
 

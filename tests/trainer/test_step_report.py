@@ -19,9 +19,9 @@ def test_a_real_step_reports_at_least_what_the_fake_one_does(tmp_path):
     make_tiny(tmp_path, seed=0, vocab_size=VOCAB, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ff=16)
     config = Config(model=ModelConfig(name=str(tmp_path)), trainer=TrainerConfig(optim=OptimConfig(lr=1e-3)))
     told = []
-    world = SimpleNamespace(config=config, groups={"data": None})
+    world = SimpleNamespace(config=config, groups={"ckpt": None})
     learner = Learner(config, None, torch.device("cpu"), None)
-    trainer = TrainerRank(world, learner, sender=None, clock=SimpleNamespace(tell=told.append))
+    trainer = TrainerRank(world, learner, told.append)
     trainer._train(Train(4, "rl", [[vars(make_row(make_document(5, 0), make_document(6, 1)))]]), waited_s=0.5)
     (event,) = told
     assert isinstance(event, Trained)

@@ -62,6 +62,7 @@ def test_groups(deployment):
         "ctl": (0, 1, *engines[::tp]),
         "data": (0, *range(1, 1 + train)),
         "trainer": tuple(range(1, 1 + train)),
+        "ckpt": tuple(range(1, 1 + train)),
     }
     expected |= {f"weights/{i}": (1 + i, *engines) for i in range(train)}
     for i in range(infer // tp):
@@ -71,7 +72,7 @@ def test_groups(deployment):
     assert len(groups) == len(expected)
     # A device group is nccl on accelerators; rank 0 has none.
     assert all(group.carries == "host" for group in groups if 0 in group.ranks)
-    assert {group.name for group in groups if group.carries == "host"} == {"ctl", "data"} | {
+    assert {group.name for group in groups if group.carries == "host"} == {"ctl", "data", "ckpt"} | {
         name for name in expected if name.startswith("replica_cmd/")
     }
 
@@ -88,7 +89,16 @@ def test_one_order_of_groups_and_members():
         GroupSpec("replica/1", (5, 6), "device"),
         GroupSpec("replica_cmd/1", (5, 6), "host"),
         GroupSpec("trainer", (1, 2), "device"),
+        GroupSpec("ckpt", (1, 2), "host"),
     )
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_supervised_training_is_all_trainers(world_size):
+    mesh = Mesh.all_train(world_size)
+    assert [mesh.role(rank) for rank in range(world_size)] == ["trainer"] * world_size
+    assert [group.name for group in mesh.groups()] == ["trainer", "ckpt"]
+    assert "orchestrator" not in mesh.describe() and f"{world_size} rank" in mesh.describe()
 
 
 @given(st.integers(0, 6), st.integers(0, 9), st.integers(1, 4), st.integers(1, 20))

@@ -25,6 +25,7 @@ numbers = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
     str: st.text(max_size=8),
+    typing.Any: st.integers(0, 9) | st.text(max_size=3),
     np.ndarray: columns,
 }
 
