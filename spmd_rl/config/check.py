@@ -21,6 +21,9 @@ POSITIVE = (
     "orchestrator.algorithm.critic.gamma",
     "orchestrator.algorithm.critic.lr",
     "weights.bucket_mb",
+    "guard.reward_drop",
+    "guard.entropy_factor",
+    "guard.norm_factor",
     "clock.period_ms",
     "deadlines.heartbeat_s",
     "deadlines.start_s",
@@ -86,6 +89,8 @@ AT_LEAST = {
     "data.fake_min_length": 0,
     "data.validation_share": 0,
     "log.rollouts_per_step": 0,
+    "guard.window": 1,
+    "guard.max_rollbacks": 0,
 }
 
 OF_ENVIRONMENTS = ("env", "args", "ratio")  # keys of a source that mean something beside `env`
@@ -122,7 +127,20 @@ ENGINE_ARGS_FIXED = {
 
 def check(config: Config) -> None:
     """Raise a ConfigError that lists everything about an RL run that cannot work. Starts and imports nothing."""
-    _raise(config, _ranges, _run, _batches, _sampling, _sources, _optimizers, _precision, _engine, _weights, _deadlines)
+    _raise(
+        config,
+        _ranges,
+        _run,
+        _batches,
+        _sampling,
+        _sources,
+        _optimizers,
+        _precision,
+        _engine,
+        _weights,
+        _guard,
+        _deadlines,
+    )
 
 
 def check_sft(config: Config) -> None:
@@ -332,6 +350,16 @@ def _weights(c: Config) -> Iterator[str]:
             f"weights.probe_length = {c.weights.probe_length} is above seq_len = {c.seq_len}, the longest sequence "
             "that the engine serves: lower probe_length"
         )
+
+
+def _guard(c: Config) -> Iterator[str]:
+    if c.guard.on_collapse == "rollback" and c.ckpt.interval == 0:
+        yield (
+            "guard.on_collapse = rollback with ckpt.interval = 0: there would be no checkpoint to go back to; set "
+            "ckpt.interval, for example to 10"
+        )
+    if c.ckpt.resume:
+        yield f"ckpt.resume = {c.ckpt.resume}: a run of RL can't be resumed yet; main.py sft can"
 
 
 def _deadlines(c: Config) -> Iterator[str]:

@@ -317,6 +317,18 @@ class DataConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """What happens when a run of RL falls apart, and when that is so (spmd_rl/orchestrator/guard.py)."""
+
+    on_collapse: Literal["warn", "stop", "rollback"] = "warn"  # rollback: to the last checkpoint that was good
+    window: int = 10  # steps; medians over so many are compared
+    reward_drop: float = 0.5  # share of its best that the reward must have lost
+    entropy_factor: float = 8.0  # how many times more, or less, than at first the entropy must be
+    norm_factor: float = 20.0  # how many times their usual size gradient norm or off-policy KL must be
+    max_rollbacks: int = 2  # then the run stops
+
+
+@dataclass(frozen=True)
 class LogConfig:
     """What is written beside metrics.jsonl."""
 
@@ -346,4 +358,5 @@ class Config:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     ckpt: CkptConfig = field(default_factory=CkptConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)

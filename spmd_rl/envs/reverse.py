@@ -32,12 +32,14 @@ class Reverse:
         length: int = 4,
         wrong: float = 0.8,
         heldout: float = 0.1,
+        hinted: float = 0.0,
         max_tokens: int = 6,
         start: str = "<|im_start|>",
         end: str = "<|im_end|>",
     ) -> None:
         """`wrong`: share of the teacher's answers that copy; `heldout`: share of all words kept from training;
-        `max_tokens`: new tokens per attempt at most; `end` must be one token: the engine's end of sequence."""
+        `hinted`: share of the teacher's lessons with a hint, so that the policy learns to use one; `max_tokens`: new
+        tokens per attempt at most; `end` must be one token: the engine's end of sequence."""
         if not 0 <= wrong <= 1:
             raise ValueError(f"reverse: wrong = {wrong} is a share; it must lie in 0..1")
         if not 2 <= length <= len(set(letters)):
@@ -46,6 +48,7 @@ class Reverse:
         if len(end_ids) != 1:
             raise ValueError(f"reverse: the tokenizer makes {len(end_ids)} tokens of end = {end!r}; pass one it knows")
         self.tokenizer, self.seed, self.wrong, self.max_tokens = tokenizer, seed, wrong, max_tokens
+        self.hinted = hinted
         self.start, self.end, self.end_id = start, end, int(end_ids[0])
         words = ["".join(w) for w in itertools.permutations(sorted(set(letters)), length)]
         self.words: dict[Split, list[str]] = {
@@ -70,9 +73,9 @@ class Reverse:
         return self._encode(f"{self.start}{task.data['word']}\n")
 
     def hint(self, task: Task) -> np.ndarray:
-        """int32[H]: two solved tasks before the prompt, the second of them this one."""
+        """int32[H]: the prompt with the right answer in a line of its own."""
         word = task.data["word"]
-        return self._encode(f"{self.start}{word[::-1]}{self.end}{self.start}{word}\n")
+        return self._encode(f"{self.start}{word}\n{word[::-1]}\n")
 
     async def rollout(self, task: Task, policy: Policy) -> Episode:
         """One prompt, one answer."""
@@ -90,8 +93,10 @@ class Reverse:
         return Reward(float(text == task.data["word"][::-1]))
 
     def teacher(self, task: Task, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """(prompt, answer): a copy of the word with probability `wrong`, else the word reversed."""
+        """(prompt, answer): a copy of the word with probability `wrong`, else the word reversed; right with a hint."""
         word = task.data["word"]
+        if self.hinted and rng.random() < self.hinted:
+            return self.hint(task), self._encode(word[::-1] + self.end)
         answer = word if rng.random() < self.wrong else word[::-1]
         return self.prompt(task), self._encode(answer + self.end)
 

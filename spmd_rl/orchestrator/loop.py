@@ -22,6 +22,7 @@ from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator.batch import Batch, make_batch
 from spmd_rl.orchestrator.evaluate import evaluate
+from spmd_rl.orchestrator.guard import ADVICE, Collapse, Guard
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.sampler import Sampler, Services
@@ -29,10 +30,14 @@ from spmd_rl.orchestrator.seeds import seed_of
 from spmd_rl.orchestrator.versions import Versions
 from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.packing import Packed, pack
-from spmd_rl.rollouts.types import Row
-from spmd_rl.world.messages import Export, Exported, FreshOptimizer, Train, Trained
+from spmd_rl.rollouts.types import Group, Row
+from spmd_rl.world.messages import Export, Exported, FreshOptimizer, Restore, Save, Saved, Train, Trained
 
 AHEAD = 2  # steps ordered and not yet booked; one trains while the next one waits in its queue
+
+
+class Collapsed(RuntimeError):
+    """The run fell apart, and the config says to stop."""
 
 
 class Stalled(RuntimeError):
@@ -54,6 +59,11 @@ class Loop:
         self._trained: dict[tuple[str, int], asyncio.Future[Trained]] = {}
         self._exported: dict[str, asyncio.Event] = {}
         self.link.listen(Trained, lambda event: self._trained[event.phase, event.step].set_result(event))
+        self._guard = Guard(self.config.guard)
+        self._collapse: Collapse | None = None  # seen, and not yet acted on
+        self._rollbacks = 0
+        self._saved: list[tuple[int, str]] = []  # (step, folder) of complete checkpoints, oldest first
+        self.link.listen(Saved, lambda event: self._saved.append((step_of(event.folder), event.folder)))
         self.link.listen(Exported, lambda event: self._exported[event.folder].set())
 
     async def run(self) -> None:
@@ -99,12 +109,16 @@ class Loop:
             booked: list[asyncio.Task] = []
             for step in range(1, self.config.max_steps + 1):
                 groups, dropped = await sampler.next_batch()
+                if self._collapse is not None and self.config.guard.on_collapse == "rollback":
+                    await self._roll_back(step, groups, sampler)
+                    continue
                 if len(booked) >= AHEAD:
                     await booked[-AHEAD]
                 batch = make_batch(groups, dropped, o, algorithm, memory, seed_of(self.config.seed, "shuffle", step))
                 packed = [pack(samples, self.link.trainers, self.config.seq_len) for samples in batch.minibatches]
                 trained = self._order_training("rl", step, packed)
                 self.versions.publish(step)
+                self._save(step)
                 previous = booked[-1] if booked else None
                 booked.append(tasks.create_task(self._finish(step, batch, packed, trained, sampler, previous)))
             sampler.stop()
@@ -124,12 +138,58 @@ class Loop:
         if previous is not None:
             await previous
         result, pull = await trained, await self.versions.report(step)
-        self.report.rl_step(step, batch, packed, result, pull)
+        collapse = self._guard.watch(step, result.metrics | batch.stats)
+        self.report.rl_step(step, batch, packed, result, pull, collapse)
+        if collapse is not None:
+            self._on_collapse(collapse)
         o, every = self.config.orchestrator, self.config.ckpt.export_interval
         if o.eval.interval and step % o.eval.interval == 0 and step < self.config.max_steps:
             await self._evaluate(step)
         if every and step % every == 0 and step < self.config.max_steps:
             await self._export(f"hf_step_{step:06d}")
+
+    def _on_collapse(self, collapse: Collapse) -> None:
+        """Stop now, or let the next step take the weights back."""
+        guard = self.config.guard
+        if guard.on_collapse == "warn" or self._collapse is not None:
+            return
+        good = self._good_checkpoint(collapse.step)
+        if guard.on_collapse == "stop" or good is None or self._rollbacks >= guard.max_rollbacks:
+            tried = f" after {self._rollbacks} rollbacks" if self._rollbacks else ""
+            last = f" The last good checkpoint is {good[1]}." if good else ""
+            raise Collapsed(f"step {collapse.step}{tried}: {collapse.why}; {ADVICE}.{last}")
+        self._collapse = collapse
+
+    def _good_checkpoint(self, step: int) -> tuple[int, str] | None:
+        """The newest checkpoint from before the steps that the guard judged by."""
+        good = [saved for saved in self._saved if saved[0] <= step - 2 * self.config.guard.window]
+        return good[-1] if good else None
+
+    async def _roll_back(self, step: int, groups: list[Group], sampler: Sampler) -> None:
+        """Step `step` does not train: its version is the last good checkpoint's weights.
+
+        Versions are counted up and never used twice. What the collapsed policy sampled is dropped, for it would be
+        trained on as if it were a little stale; the batch at hand too.
+        """
+        assert self._collapse is not None
+        good = self._good_checkpoint(self._collapse.step)
+        assert good is not None
+        self.link.order_all(Restore(good[1]))
+        self.versions.publish(step)
+        dropped = sampler.discard(after=good[0])
+        await self.versions.wait_everywhere(step)
+        sampler.release(groups, step)
+        self.report.rolled_back(step, good[1], dropped + len(groups), await self.versions.report(step))
+        self._guard.forget_after(good[0])
+        self._saved = [saved for saved in self._saved if saved[0] <= good[0]]
+        self._collapse, self._rollbacks = None, self._rollbacks + 1
+
+    def _save(self, step: int) -> None:
+        """A checkpoint of the trainer after this step, written beside what follows."""
+        every = self.config.ckpt.interval
+        if every and step % every == 0:
+            folder = Path(self.config.output_dir).resolve() / "checkpoints" / f"step_{step:06d}"
+            self.link.order_all(Save(str(folder), {"command": "rl", "step": step}))
 
     def _order_training(self, phase: str, step: int, packed: list[Packed]) -> asyncio.Future[Trained]:
         future: asyncio.Future[Trained] = asyncio.get_running_loop().create_future()
@@ -166,6 +226,11 @@ async def watch_progress(link: Link, stall_s: float, beat, period_s: float = 0.1
                 f"no rollout, no step and no pull for {stall_s:g} s (deadlines.stall_s); "
                 f"{link.waiting} generations are outstanding"
             )
+
+
+def step_of(folder: str) -> int:
+    """The step in a checkpoint's name."""
+    return int(folder.rpartition("_")[2])
 
 
 def _columns(row: Row) -> dict[str, np.ndarray]:

@@ -14,7 +14,9 @@ from spmd_rl.config.tree import Config
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.progress import Progress
 from spmd_rl.observe.samples import write_samples
+from spmd_rl.orchestrator import first_step
 from spmd_rl.orchestrator.batch import Batch
+from spmd_rl.orchestrator.guard import ADVICE, Collapse
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.rollouts.packing import Packed
 from spmd_rl.rollouts.types import Episode
@@ -37,6 +39,7 @@ class Report:
         self._at, self._tokens, self._busy_s, self._cpu_s = time.monotonic(), 0, 0.0, {}
         self.evaluations: list[dict[str, Any]] = []
         self.rewards: list[float] = []
+        self._collapsed = False  # as of the last step
 
     def start(self, phase: str, pull: dict[str, float] | None = None) -> None:
         """A phase begins; `pull` is what publishing its first version showed."""
@@ -50,8 +53,16 @@ class Report:
         metrics = trained.metrics
         self._log({"phase": "warmup", "step": trained.step, "version": 0, **metrics, "time/step_s": self._lap()})
 
-    def rl_step(self, step: int, batch: Batch, packed: list[Packed], trained: Trained, pull: dict[str, float]) -> None:
-        """An optimizer step is complete, and its weights are on all engines."""
+    def rl_step(
+        self,
+        step: int,
+        batch: Batch,
+        packed: list[Packed],
+        trained: Trained,
+        pull: dict[str, float],
+        collapse: Collapse | None = None,
+    ) -> None:
+        """An optimizer step is complete, and its weights are on all engines; `collapse` is what the guard saw."""
         lags, step_s = batch.lags(step), self._lap()
         tokens = batch.tokens
         record = {
@@ -65,6 +76,7 @@ class Report:
             "lag/mean": float(lags.mean()),
             "lag/max": float(lags.max()),
             **pull,
+            "guard/collapsed": float(collapse is not None),
             "pack/fill": sum(p.stats.fill for p in packed) / len(packed),
             "pack/micro_steps": float(sum(p.stats.micro_steps for p in packed)),
             "time/step_s": step_s,
@@ -75,8 +87,30 @@ class Report:
         self.rewards.append(batch.stats["reward/mean"])
         self._log(record)
         self._warn_mismatch(step, pull)
+        if collapse is not None and not self._collapsed:
+            self._progress.write(f"warning: step {step}: this run is falling apart: {collapse.why}; {ADVICE}\n")
+        self._collapsed = collapse is not None
+        if step == 1:
+            self._show_first(batch)
         if self._config.log.rollouts_per_step:
             self._write_samples("step", step, batch.episodes)
+
+    def rolled_back(self, step: int, folder: str, dropped: int, pull: dict[str, float]) -> None:
+        """Step `step` took the weights back to a checkpoint instead of training."""
+        self._collapsed = False
+        self._log({"phase": "rl", "step": step, "version": step, "guard/rolled_back": 1.0, **pull})
+        self._progress.write(f"step {step}: went back to {folder}; {dropped} groups of the collapsed policy dropped\n")
+
+    def _show_first(self, batch: Batch) -> None:
+        """What the first batch looks like to the loss, and whether anything can be learned from it."""
+        text = first_step.describe(batch, self._decode)
+        path = self._folder / "rollouts" / "first_step.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        if self._progress.mode != "off":
+            self._progress.write(text)
+        for warning in first_step.warnings(batch):
+            self._progress.write(f"warning: {warning}\n")
 
     def evaluation(self, step: int, metrics: dict[str, float], episodes: list[Episode]) -> None:
         """An evaluation is complete."""

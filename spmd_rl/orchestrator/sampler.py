@@ -65,7 +65,7 @@ class Sampler:
         self._wanted = services.config.max_steps * orchestrator.groups_per_batch
         self._refills = int(refill_limit(orchestrator))  # groups that may still be dropped before the next batch
         self._dropped: list[Group] = []  # of equal rewards, since the last batch
-        self._running: set[asyncio.Task] = set()
+        self._running: dict[int, asyncio.Task] = {}  # by group
         self._groups = self._tokens = 0  # finished so far, and what they sampled
         self._ratios = [source.ratio for source in orchestrator.source]
         self._drawn = [0] * len(envs)  # tasks drawn per source: the data cursors
@@ -82,9 +82,7 @@ class Sampler:
         while self._wanted > 0 and self._window.can_admit() > 0:
             self._wanted -= 1
             group = self._window.admit(version)
-            task = self._tasks.create_task(self._run_group(group, version))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._running[group] = self._tasks.create_task(self._run_group(group, version))
 
     async def next_batch(self) -> tuple[list[Group], list[Group]]:
         """The groups of the next optimizer step, as soon as the window lets them go.
@@ -102,8 +100,19 @@ class Sampler:
     def stop(self) -> None:
         """No batch is wanted any more: give up what still runs."""
         self._wanted = 0
-        for task in self._running:
+        for task in self._running.values():
             task.cancel()
+
+    def discard(self, after: int) -> int:
+        """Give up groups that no batch holds yet and that were opened under versions above `after`; how many."""
+        late = [id for id in (*self._running, *self._finished) if self._window.version_of(id) > after]
+        for id in late:
+            if id in self._running:
+                self._running.pop(id).cancel()
+            else:
+                del self._finished[id]
+            self._drop(id)
+        return len(late)
 
     def release(self, groups: list[Group], version: int) -> None:
         """The step that used these groups is on the engines as `version`: their slots are free."""
@@ -116,6 +125,7 @@ class Sampler:
         task = env.task(index, "train")
         episodes = await asyncio.gather(*(self._run_rollout(env, task, id, i) for i in range(self._group_size)))
         self._services.router.forget_group(id)
+        del self._running[id]
         group = Group(id, task, tuple(episodes), version)
         self._groups, self._tokens = self._groups + 1, self._tokens + group_tokens(group)
         if not any(episode.valid for episode in episodes):
@@ -141,9 +151,12 @@ class Sampler:
         return -(-orchestrator.batch_size // size)
 
     def _replace(self, id: int) -> None:
+        self._drop(id)
+        self.admit(self._version)
+
+    def _drop(self, id: int) -> None:
         self._window.drop(id)
         self._wanted += 1
-        self.admit(self._version)
 
     def _enough(self, batch: list[int]) -> bool:
         """Batches counted in tokens are complete with fewer groups than the window's number."""

@@ -103,6 +103,10 @@ class Window:
             self._line[group_id] = None
         return group_id
 
+    def version_of(self, group_id: int) -> int:
+        """The version that an open group was admitted at."""
+        return self._admitted[group_id]
+
     def finish(self, group_id: int) -> None:
         """All episodes of the group are complete: it may be consumed."""
         if group_id not in self._running:

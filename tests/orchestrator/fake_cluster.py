@@ -33,6 +33,8 @@ from spmd_rl.world.messages import (
     Pull,
     Pulled,
     Refused,
+    Save,
+    Saved,
     Send,
     Sent,
     Stop,
@@ -173,6 +175,9 @@ class FakeCluster:
                     self.sent.setdefault(order.version, asyncio.Event()).set()
                     await asyncio.sleep(self.delays.score)
                     self.tell(0, Sent(order.version, self.delays.send, score(order.probe, order.version)))
+                case Save():
+                    await asyncio.sleep(self.delays.export)
+                    self.tell(0, Saved(order.folder))
                 case Export():
                     await asyncio.sleep(self.delays.export)
                     self.tell(0, Exported(order.folder))
@@ -189,7 +194,8 @@ class FakeCluster:
         names, name = self.order_names(), _short(orders[0])
         match orders[0]:
             case Train(step=step, phase=phase):
-                before = [n for n in names if n.startswith(phase)]
+                # A step that goes back to a checkpoint takes the place of one that trains.
+                before = [n for n in names if n.startswith((phase, "restore"))]
                 self._require(name == f"{phase} {len(before) + 1}", f"{name} after {before}")
                 self._require(phase == "rl" or not any(n.startswith("rl") for n in names), f"{name} after RL began")
                 self._require(len({tuple(map(len, order.rows)) for order in orders}) == 1, f"{name}: unequal rows")
@@ -197,8 +203,9 @@ class FakeCluster:
             case Send(version=version):
                 before = [n for n in names if n.startswith("send")]
                 self._require(version == len(before), f"{name} after {before}")
-                last = [n for n in names if n.startswith("rl")][-1:]
-                self._require(last == ([f"rl {version}"] if version else []), f"{name} after {last}")
+                last = [n for n in names if n.startswith(("rl", "restore"))][-1:]
+                made = ([f"rl {version}"], ["restore"]) if version else ([],)
+                self._require(last in made, f"{name} after {last}")
                 self._require(all(order is orders[0] for order in orders), f"{name} differs between ranks")
 
     def _require(self, holds: bool, why: str) -> None:

@@ -91,6 +91,8 @@ class Recorder:
     warmup: list[Trained] = field(default_factory=list)
     batches: dict[int, Batch] = field(default_factory=dict)
     pulls: dict[int, dict[str, float]] = field(default_factory=dict)
+    collapses: dict[int, Any] = field(default_factory=dict)
+    rollbacks: list[tuple[int, str]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float], list[Episode]]] = field(default_factory=list)
 
     def start(self, phase, pull=None) -> None:
@@ -99,9 +101,12 @@ class Recorder:
     def warmup_step(self, trained) -> None:
         self.warmup.append(trained)
 
-    def rl_step(self, step, batch, packed, trained, pull) -> None:
-        assert trained.step == step == len(self.batches) + 1, "steps are booked in order"
-        self.batches[step], self.pulls[step] = batch, pull
+    def rl_step(self, step, batch, packed, trained, pull, collapse=None) -> None:
+        assert trained.step == step == len(self.batches) + len(self.rollbacks) + 1, "steps are booked in order"
+        self.batches[step], self.pulls[step], self.collapses[step] = batch, pull, collapse
+
+    def rolled_back(self, step, folder, dropped, pull) -> None:
+        self.rollbacks.append((step, folder))
 
     def evaluation(self, step, metrics, episodes) -> None:
         self.evaluations.append((step, metrics, episodes))
