@@ -110,6 +110,12 @@ def _references(c: Config, algorithm: Algorithm) -> Iterator[str]:
     sampling_teacher = algorithm.learns == "answers"
     if not a.reference and (algorithm.teacher == "reference" or sampling_teacher):
         yield f"{HERE}.type = {a.type} needs a teacher: set {HERE}.reference to a model folder or Hub id"
+    if sampling_teacher != (c.deployment.teacher_ranks > 0):
+        needs = "needs engines for its teacher; set it to a multiple of inference.tp"
+        yield (
+            f"deployment.teacher_ranks = {c.deployment.teacher_ranks} with {HERE}.type = {a.type}, which "
+            f"{needs if sampling_teacher else 'has no teacher that samples; set it to 0'}"
+        )
     if a.reference and a.kl.coef == 0 and algorithm.teacher != "reference" and not sampling_teacher:
         yield f"{HERE}.reference = {a.reference} is not used by type = {a.type} with kl.coef = 0; unset it, or set coef"
     if a.kl.coef and algorithm.learns != "advantages":

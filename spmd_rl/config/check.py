@@ -77,6 +77,7 @@ AT_LEAST = {
     "inference.threads": 1,
     "deployment.train_ranks": 0,
     "deployment.infer_ranks": 0,
+    "deployment.teacher_ranks": 0,
     "weights.probe_sequences": 0,
     "weights.probe_length": 2,
     "weights.max_k3": 0,

@@ -252,6 +252,7 @@ class DeploymentConfig:
 
     train_ranks: int = 0  # 0 = what inference leaves; both 0 = half of the ranks after rank 0, rounded down
     infer_ranks: int = 0  # a multiple of inference.tp
+    teacher_ranks: int = 0  # engines that serve algorithm.reference and sample for type = sft; a multiple of tp
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -51,7 +51,9 @@ def run(world: World) -> None:
     """Build the engine and serve until rank 0 says stop."""
     deadlines, replica = world.config.deadlines, world.mesh.replica_of(world.rank)
     torch.set_num_threads(world.config.inference.threads)
-    leads = world.rank == world.mesh.replicas[replica][0]
+    leads = world.rank == world.mesh.engines[replica][0]
+    frozen = replica >= len(world.mesh.replicas)
+    name = world.config.orchestrator.algorithm.reference if frozen else world.config.model.name
     # The clock starts before the engine is built: ticks of ranks that are ready must not wait for it.
     clock = Leader(world.groups["ctl"], world.watchdog.fail) if leads else None
     if clock:
@@ -59,9 +61,7 @@ def run(world: World) -> None:
     with world.watchdog.stage("build the engine", deadlines.start_s):
         started = time.perf_counter()
         group = world.groups[f"replica/{replica}"]
-        llm = build_engine(
-            world.config, resolve(world.config.model.name), group, replica, world.local_rank, world.device
-        )
+        llm = build_engine(world.config, resolve(name), group, replica, world.local_rank, world.device)
         engine = Engine(llm, world.rank)
         built_s = time.perf_counter() - started
     rank = ReplicaRank(world, engine, clock)
@@ -79,13 +79,14 @@ class ReplicaRank:
     def __init__(self, world: World, engine: Engine, clock: Leader | None) -> None:
         self._world, self._engine, self._clock = world, engine, clock
         self._replica = world.mesh.replica_of(world.rank)
-        members = world.mesh.replicas[self._replica]
+        members = world.mesh.engines[self._replica]
         cmd = world.groups[f"replica_cmd/{self._replica}"]
         self._down = [Pipe(cmd, i, f"rank {rank}") for i, rank in enumerate(members) if i] if clock else []
         self._up = None if clock else Pipe(cmd, 0, f"rank {members[0]} (leader of replica {self._replica})")
-        weights = [world.groups[f"weights/{i}"] for i in range(len(world.mesh.trainers))]
+        # A frozen replica is in none of these groups: its tokens carry version -1, which is no version of the policy.
+        weights = [group for name, group in world.groups.items() if name.startswith("weights/")]
         arrived = (lambda version: clock.inbox.put(Arrived(version))) if clock else (lambda version: None)
-        self._receiver = Receiver(weights, world.device, arrived, world.watchdog.fail)
+        self._receiver = Receiver(weights, world.device, arrived, world.watchdog.fail) if weights else None
         self._pulls: deque[Pull] = deque()  # decided, not begun: one version at a time is in the staging buffers
         self._pulling = False
         self._arrived: int | None = None
@@ -159,7 +160,8 @@ class ReplicaRank:
                     self._probe = decision.probe
                     self._receiver.begin(decision.version)
                 case Stop():
-                    self._receiver.close(self._world.config.deadlines.step_s)
+                    if self._receiver:
+                        self._receiver.close(self._world.config.deadlines.step_s)
                     return False
         if turn.swap >= 0:
             self._swap(turn.swap)

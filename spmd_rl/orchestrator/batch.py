@@ -32,9 +32,12 @@ class Batch:
         return [episode for group in self.groups for episode in group.episodes]
 
     def lags(self, step: int) -> np.ndarray:
-        """int[tokens]: per sampled token, the optimizer steps between its policy version and this step's start."""
-        sampled = [s.versions[s.mask == 1] for e in self.episodes if e.valid for s in e.samples]
-        return step - 1 - np.concatenate(sampled)
+        """int[tokens]: per sampled token, the optimizer steps between its policy version and this step's start.
+
+        Tokens of a frozen teacher (version -1) have none.
+        """
+        sampled = np.concatenate([s.versions[s.mask == 1] for e in self.episodes if e.valid for s in e.samples])
+        return step - 1 - sampled[sampled >= 0]
 
 
 def make_batch(

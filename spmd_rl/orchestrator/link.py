@@ -38,12 +38,13 @@ class Link:
     """Everything rank 0 says and hears.
 
     Args:
-        replicas: how many engine leaders there are (members 1.. of the clock).
+        replicas: how many engine leaders of the policy there are (members 1.. of the clock).
         trainers: how many trainer ranks there are.
+        frozen: how many leaders of a teacher's engines there are (replicas from number `replicas` on).
     """
 
-    def __init__(self, replicas: int, trainers: int) -> None:
-        self.replicas, self.trainers = replicas, trainers
+    def __init__(self, replicas: int, trainers: int, frozen: int = 0) -> None:
+        self.replicas, self.trainers, self.frozen = replicas, trainers, frozen
         self.loads: dict[int, EngineLoad] = {}  # newest counters by rank
         self.tokens = 0  # generated so far, as reported with finished requests
         self.heard = 0  # events so far that mean progress
@@ -88,7 +89,7 @@ class Link:
         self._clock.decide(1 + replica, decision)
 
     def decide_all(self, decision: Decision) -> None:
-        """One decision to every replica."""
+        """One decision to every replica of the policy."""
         for replica in range(self.replicas):
             self.decide(replica, decision)
 

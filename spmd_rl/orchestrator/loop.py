@@ -54,6 +54,7 @@ class Loop:
     envs: list[Environment]
     versions: Versions
     report: Report
+    teacher: Services | None = None  # whose engines sample for training, where it is not the policy itself
 
     def __post_init__(self) -> None:
         self._trained: dict[tuple[str, int], asyncio.Future[Trained]] = {}
@@ -104,7 +105,7 @@ class Loop:
         window = Window(o.groups_per_batch, o.max_lag, o.window_fraction, o.order)
         algorithm, memory = resolve(o.algorithm), Memory()
         async with asyncio.TaskGroup() as tasks:
-            sampler = Sampler(self.services, self.envs, window, tasks)
+            sampler = Sampler(self.teacher or self.services, self.envs, window, tasks)
             sampler.admit(version=0)
             booked: list[asyncio.Task] = []
             for step in range(1, self.config.max_steps + 1):

@@ -24,6 +24,7 @@ class RolloutPolicy:
     Args:
         group: id of the rollout's group; its members share a prompt, so they like the same replica.
         rollout: id that no other rollout of the run has.
+        first_replica: what the router calls replica 0.
         seq_len: longest sequence, in tokens, that engine and trainer hold.
     """
 
@@ -35,6 +36,7 @@ class RolloutPolicy:
         stop_token_ids: list[int],
         seq_len: int,
         *,
+        first_replica: int = 0,
         group: int,
         rollout: int,
         seed: int,
@@ -42,7 +44,7 @@ class RolloutPolicy:
         self.sampling = sampling
         self._link, self._router, self._stops, self._seq_len = link, router, stop_token_ids, seq_len
         self._group, self._rollout, self._seed = group, rollout, seed
-        self._salt = ""
+        self._salt, self._first_replica = "", first_replica
 
     async def generate(self, tokens: np.ndarray, sampling: SamplingConfig) -> Generation:
         """Sample a continuation of `tokens` (int32[T]). PromptTooLong when T leaves no room below `seq_len`."""
@@ -55,7 +57,7 @@ class RolloutPolicy:
         replica = self._router.place(self._group, self._rollout, len(tokens))
         try:
             done = await self._link.generate(
-                replica,
+                self._first_replica + replica,
                 tokens=tokens.astype(np.int32),
                 max_tokens=min(sampling.max_tokens, room),
                 temperature=sampling.temperature,

@@ -17,6 +17,8 @@ from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.load import load as load_env
 from spmd_rl.envs.protocol import Environment
+from spmd_rl.models.hf_config import read_config
+from spmd_rl.models.hf_config import resolve as resolve_folder
 
 REWARDS_TRIED = 4  # tasks per source
 LOOKED_AT = 32  # tasks per source whose prompts are measured
@@ -57,6 +59,20 @@ def check_vocabulary(tokenizer: Any, model_config: dict[str, Any], config: Confi
     if tokenizer.eos_token_id is None:
         raise PreflightError(
             "the tokenizer has no end-of-sequence token, so no rollout would ever end; set eos_token in it"
+        )
+
+
+def check_reference(model_config: dict[str, Any], config: Config) -> None:
+    """PreflightError when a frozen model can't speak of the policy's tokens."""
+    name = config.orchestrator.algorithm.reference
+    if not name:
+        return
+    other = read_config(resolve_folder(name))
+    sizes = [c.get("vocab_size") or c.get("text_config", {}).get("vocab_size") for c in (model_config, other)]
+    if sizes[0] != sizes[1]:
+        raise PreflightError(
+            f"orchestrator.algorithm.reference {name!r} has a vocabulary of {sizes[1]} and the model "
+            f"{config.model.name!r} one of {sizes[0]}: a teacher must know the same tokens; name one of the same family"
         )
 
 

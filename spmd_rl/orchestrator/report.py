@@ -73,8 +73,7 @@ class Report:
             **batch.stats,
             "rollouts": float(len(batch.episodes)),
             "tokens/packed": float(tokens),
-            "lag/mean": float(lags.mean()),
-            "lag/max": float(lags.max()),
+            **({"lag/mean": float(lags.mean()), "lag/max": float(lags.max())} if len(lags) else {}),
             **pull,
             "guard/collapsed": float(collapse is not None),
             "pack/fill": sum(p.stats.fill for p in packed) / len(packed),
@@ -129,7 +128,7 @@ class Report:
         return {
             "tokens/sampled": float(tokens),
             "perf/engine_tokens_per_s": tokens / step_s,
-            "perf/engine_busy": min(1.0, busy / step_s / self._link.replicas),
+            "perf/engine_busy": min(1.0, busy / step_s / (self._link.replicas + self._link.frozen)),
         }
 
     def _cpu_figures(self) -> dict[str, float]:

@@ -68,6 +68,7 @@ def _prepare(world: World) -> Parts:
     model_config = read_config(folder)
     tokenizer = preflight.load_tokenizer(config)
     preflight.check_vocabulary(tokenizer, model_config, config)
+    preflight.check_reference(model_config, config)
     envs = preflight.load_environments(config, tokenizer)
     count = config.weights.probe_sequences
     prompts = [env.prompt(env.task(i, "train")) for i in range(count) for env in envs][:count]
@@ -82,7 +83,7 @@ async def _orchestrate(
     from spmd_rl.world.orders import Dispatcher
 
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
-    link = Link(len(mesh.replicas), len(mesh.trainers))
+    link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen))
     members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
     clock = Conductor(world.groups["ctl"], members, config.clock.period_ms / 1e3, link.deliver, watchdog.fail)
     orders = Dispatcher(world.groups["data"], [f"rank {rank} (trainer)" for rank in mesh.trainers], watchdog.fail)
@@ -92,9 +93,14 @@ async def _orchestrate(
     orders.start()
     with watchdog.stage("orchestrate", config.deadlines.heartbeat_s):
         beats = asyncio.create_task(watch_progress(link, config.deadlines.stall_s, watchdog.beat))
-        services = Services(config, link, _router(config, link.replicas), Rollouts(config), parts.stop_token_ids)
+        rollouts, stops = Rollouts(config), parts.stop_token_ids
+        services = Services(config, link, _router(config, link.replicas), rollouts, stops)
+        teacher = None
+        if link.frozen:
+            router = _router(config, link.frozen)
+            teacher = Services(config, link, router, rollouts, stops, first_replica=link.replicas)
         report = Report(config, link, metrics, progress, parts.tokenizer.decode)
-        loop = loop_type(config, link, services, parts.envs, Versions(config, link, parts.probe), report)
+        loop = loop_type(config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher)
         await _first_error(_after(ready, loop.run()), beats)
         link.stop()
         await asyncio.to_thread(orders.join, config.deadlines.step_s)

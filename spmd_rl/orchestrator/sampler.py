@@ -35,6 +35,7 @@ class Services:
     router: Router
     rollouts: Rollouts
     stop_token_ids: list[int]
+    first_replica: int = 0  # what the router calls replica 0
 
     def policy(self, sampling, *, group: int, rollout: int, seed: int) -> RolloutPolicy:
         """A policy for one rollout."""
@@ -44,6 +45,7 @@ class Services:
             sampling,
             self.stop_token_ids,
             self.config.seq_len,
+            first_replica=self.first_replica,
             group=group,
             rollout=rollout,
             seed=seed,

@@ -1,7 +1,8 @@
 """One global device mesh: which rank plays which role, and every process group there will be.
 
 `Mesh.build(config, world_size)` is a pure function of its arguments: it can be printed on a laptop for a cluster that
-does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks.
+does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks. The last
+replicas may be frozen: they serve a teacher and never get new weights.
 
 It refuses to know about torch, hosts and devices; `groups.py` makes the groups it lists, in the order it lists them.
 """
@@ -35,19 +36,21 @@ class Mesh:
 
     world_size: int
     trainers: tuple[int, ...]
-    replicas: tuple[tuple[int, ...], ...]
+    replicas: tuple[tuple[int, ...], ...]  # of the policy
+    frozen: tuple[tuple[int, ...], ...] = ()  # of a teacher
 
     @classmethod
     def build(cls, config: Config, world_size: int) -> Mesh:
         """Assign roles. MeshError says which numbers do not fit and what to change."""
         deployment, tp = config.deployment, config.inference.tp
-        free = world_size - 1
-        train, infer = deployment.train_ranks, deployment.infer_ranks
-        if infer % tp:  # no number of processes helps
-            raise MeshError(
-                f"deployment.infer_ranks = {infer} is not a multiple of inference.tp = {tp}: a replica takes "
-                f"tp ranks. Set infer_ranks to {-(-infer // tp) * tp}, or change tp."
-            )
+        train, infer, teacher = deployment.train_ranks, deployment.infer_ranks, deployment.teacher_ranks
+        free = world_size - 1 - teacher
+        for key, count in (("infer_ranks", infer), ("teacher_ranks", teacher)):
+            if count % tp:  # no number of processes helps
+                raise MeshError(
+                    f"deployment.{key} = {count} is not a multiple of inference.tp = {tp}: a replica takes "
+                    f"tp ranks. Set {key} to {-(-count // tp) * tp}, or change tp."
+                )
         if not train and not infer:
             infer = max(tp, (free - free // 2) // tp * tp)
         if not infer:
@@ -56,14 +59,16 @@ class Mesh:
             train = free - infer
         if train < 1 or infer < tp or infer % tp or train + infer != free:
             raise MeshError(
-                f"{world_size} ranks do not fit: 1 orchestrator + {train} trainer + {infer} inference ranks "
+                f"{world_size} ranks do not fit: 1 orchestrator + {train} trainer + {infer} inference ranks"
+                f"{f' + {teacher} teacher ranks' if teacher else ''} "
                 f"(deployment.train_ranks = {deployment.train_ranks}, deployment.infer_ranks = "
                 f"{deployment.infer_ranks}, inference.tp = {tp}). Start {cls.smallest(config)} processes, or change "
-                f"these keys so that 1 + train_ranks + infer_ranks = {world_size} with infer_ranks a multiple of tp."
+                f"these keys so that 1 + train_ranks + infer_ranks{' + teacher_ranks' if teacher else ''} = "
+                f"{world_size} with infer_ranks a multiple of tp."
             )
         engines = range(1 + train, world_size)
-        replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer, tp))
-        return cls(world_size, tuple(range(1, 1 + train)), replicas)
+        replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer + teacher, tp))
+        return cls(world_size, tuple(range(1, 1 + train)), replicas[: infer // tp], replicas[infer // tp :])
 
     @classmethod
     def all_train(cls, world_size: int) -> Mesh:
@@ -74,7 +79,8 @@ class Mesh:
     def smallest(config: Config) -> int:
         """The fewest ranks that the config can run on."""
         deployment = config.deployment
-        return 1 + (deployment.train_ranks or 1) + (deployment.infer_ranks or config.inference.tp)
+        engines = (deployment.infer_ranks or config.inference.tp) + deployment.teacher_ranks
+        return 1 + (deployment.train_ranks or 1) + engines
 
     def role(self, rank: int) -> Role:
         """The role of a global rank."""
@@ -83,18 +89,23 @@ class Mesh:
         return "orchestrator" if rank == 0 else "inference"
 
     def replica_of(self, rank: int) -> int:
-        """Which replica an inference rank belongs to."""
-        return next(i for i, ranks in enumerate(self.replicas) if rank in ranks)
+        """Which of `engines` an inference rank belongs to."""
+        return next(i for i, ranks in enumerate(self.engines) if rank in ranks)
+
+    @property
+    def engines(self) -> tuple[tuple[int, ...], ...]:
+        """All replicas, frozen ones last."""
+        return (*self.replicas, *self.frozen)
 
     @property
     def inference(self) -> tuple[int, ...]:
-        """All inference ranks."""
+        """All inference ranks that get new weights."""
         return tuple(rank for replica in self.replicas for rank in replica)
 
     @property
     def engine_leaders(self) -> tuple[int, ...]:
         """The first rank of each replica."""
-        return tuple(replica[0] for replica in self.replicas)
+        return tuple(replica[0] for replica in self.engines)
 
     @property
     def leaders(self) -> tuple[int, ...]:
@@ -112,7 +123,7 @@ class Mesh:
             return tuple(own)
         specs = [GroupSpec("ctl", (0, *self.leaders), "host"), GroupSpec("data", (0, *self.trainers), "host")]
         specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(self.trainers)]
-        for i, replica in enumerate(self.replicas):
+        for i, replica in enumerate(self.engines):
             specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
         return (*specs, *own)
 
@@ -122,6 +133,7 @@ class Mesh:
         lines += ["  rank 0            orchestrator"] if 0 not in self.trainers else []
         lines.append(f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}")
         lines += [f"  {_span(r):<17} inference replica {i}, tp {len(r)}" for i, r in enumerate(self.replicas)]
+        lines += [f"  {_span(r):<17} frozen replica {i}, tp {len(r)}" for i, r in enumerate(self.frozen)]
         return "\n".join(lines)
 
 

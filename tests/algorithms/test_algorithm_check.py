@@ -8,7 +8,10 @@ from spmd_rl.algorithms import ALGORITHMS
 from spmd_rl.algorithms.check import check_algorithm
 from spmd_rl.config import ConfigError, load
 
-NEEDS = {"opd": "--orchestrator.algorithm.reference x", "sft": "--orchestrator.algorithm.reference x"}
+NEEDS = {
+    "opd": "--orchestrator.algorithm.reference x",
+    "sft": "--orchestrator.algorithm.reference x --deployment.teacher-ranks 1",
+}
 A = "--orchestrator.algorithm."
 
 
@@ -47,20 +50,22 @@ BAD = {
     f"{A}proximal": ["proximal with type = grpo"],
     f"{A}type dapo {A}correction.ratio-cap 2": ["ratio_cap or sequence_cap with type = dapo", "proximal = true"],
     f"{A}correction.ratio-cap 2 {A}correction.sequence-cap 2": ["both truncate the same ratio"],
-    f"{A}type sft {A}reference x {A}correction.ipo 0.1": ["correction.ipo with type = sft"],
+    f"{A}type sft {TEACHER} {A}correction.ipo 0.1": ["correction.ipo with type = sft"],
     f"{A}correction.ipo -0.5": ["correction.ipo = -0.5", "0 (off) or more, or -1"],
     f"{A}correction.icepop-low 1.5": ["icepop_low = 1.5", "must hold the ratio 1"],
     f"{A}correction.geometric-high 0.5": ["geometric_high = 0.5", "must hold the ratio 1"],
     f"{A}baseline-decay 1": ["baseline_decay = 1.0"],
     f"{A}critic.gamma 1.5": ["critic.gamma = 1.5"],
     f"{A}type opd": ["type = opd needs a teacher", "reference"],
-    f"{A}type sft": ["type = sft needs a teacher"],
+    f"{A}type sft {A}reference x": ["teacher_ranks = 0 with", "needs engines for its teacher"],
+    "--deployment.teacher-ranks 1": ["teacher_ranks = 1 with", "has no teacher that samples"],
+    f"{A}type sft --deployment.teacher-ranks 1": ["type = sft needs a teacher"],
     f"{A}reference x": ["reference = x is not used", "kl.coef"],
     f"{A}type opd {A}reference x {A}kl.coef 0.1": ["kl.coef = 0.1 with type = opd"],
     f"{A}type ppo_critic {A}kl.coef 0.1 {A}kl.place reward": ["critic does not see"],
     f"{A}kl.coef 0.1 {A}kl.estimator k1": ["k1 with place = loss"],
     f"{A}type opd {A}reference x {A}advantage json:dumps": ["advantage with type = opd"],
-    f"{A}type sft {A}reference x {A}loss json:dumps": ["loss with type = sft"],
+    f"{A}type sft {TEACHER} {A}loss json:dumps": ["loss with type = sft"],
     f"{A}loss json:dumps {A}correction.ipo 0.1": ["loss replaces the surrogate", "correction.ipo"],
     f"{A}overlong-buffer 999": ["overlong_buffer = 999", "max_tokens = 256"],
     f"{A}type opd {A}reference x {A}length-penalty 0.1": ["length_penalty or overlong_buffer with type = opd"],

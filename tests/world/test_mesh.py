@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,3 +147,20 @@ def test_a_description_for_people():
         "  ranks 2-3         inference replica 0, tp 2",
         "  ranks 4-5         inference replica 1, tp 2",
     ]
+
+
+def test_frozen_replicas_are_engines_that_get_no_weights():
+    deployment = DeploymentConfig(train_ranks=1, infer_ranks=2, teacher_ranks=2)
+    config = Config(deployment=deployment, inference=InferenceConfig(tp=2))
+    assert Mesh.smallest(config) == 6
+    mesh = Mesh.build(config, 6)
+    assert (mesh.replicas, mesh.frozen, mesh.engines) == (((2, 3),), ((4, 5),), ((2, 3), (4, 5)))
+    assert [mesh.role(rank) for rank in (4, 5)] == ["inference"] * 2 and mesh.replica_of(5) == 1
+    groups = {group.name: group.ranks for group in mesh.groups()}
+    assert groups["ctl"] == (0, 1, 2, 4) and groups["weights/0"] == (1, 2, 3)
+    assert groups["replica/1"] == groups["replica_cmd/1"] == (4, 5)
+    assert "ranks 4-5         frozen replica 0, tp 2" in mesh.describe()
+    with pytest.raises(MeshError, match=r"teacher_ranks = 1 is not a multiple of inference.tp = 2"):
+        Mesh.build(replace(config, deployment=replace(deployment, teacher_ranks=1)), 5)
+    with pytest.raises(MeshError, match=r"7 ranks do not fit: .* \+ 2 teacher ranks .* \+ teacher_ranks = 7"):
+        Mesh.build(config, 7)
