@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py {engine,e2e,trainer,weights,pack} [--json FILE]`.
+"""Benchmarks: `python tools/bench.py {engine,e2e,trainer,sft,weights,pack,batch} [--json FILE]`.
 
 Each compares us with the raw limit or a peer in the same run and prints ratios; absolute times belong to the machine.
 One part is one file in `bench_parts/`, with a `main(json_path)`.
@@ -11,7 +11,7 @@ import importlib
 import sys
 from pathlib import Path
 
-PARTS = ("engine", "e2e", "trainer", "weights", "pack")
+PARTS = ("engine", "e2e", "trainer", "sft", "weights", "pack", "batch")
 
 
 def main() -> None:

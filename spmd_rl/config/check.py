@@ -68,7 +68,6 @@ AT_LEAST = {
     "orchestrator.algorithm.observation_weight": 0,
     "orchestrator.algorithm.kl.coef": 0,
     "orchestrator.algorithm.critic.lam": 0,
-    "orchestrator.algorithm.critic.clip": 0,
     "orchestrator.algorithm.critic.warmup_steps": 0,
     "orchestrator.eval.tasks": 0,
     "orchestrator.eval.interval": 0,

@@ -115,7 +115,6 @@ class CriticConfig:
     lr: float = 1e-5
     gamma: float = 1.0  # discount per sampled token
     lam: float = 1.0  # lambda of generalised advantage estimation
-    clip: float = 0.0  # values move at most this far from their old ones per step; 0 = no clipping
     warmup_steps: int = 0  # steps in which only the critic learns
 
 

@@ -8,11 +8,9 @@ from spmd_rl.algorithms import ALGORITHMS
 from spmd_rl.algorithms.check import check_algorithm
 from spmd_rl.config import ConfigError, load
 
-NEEDS = {
-    "opd": "--orchestrator.algorithm.reference x",
-    "sft": "--orchestrator.algorithm.reference x --deployment.teacher-ranks 1",
-}
 A = "--orchestrator.algorithm."
+TEACHER = f"{A}reference x --deployment.teacher-ranks 1"
+NEEDS = {"opd": f"{A}reference x", "sft": TEACHER}
 
 
 def check(flags: str) -> None:
