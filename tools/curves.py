@@ -25,6 +25,7 @@ GOAL = 0.9
 
 # What an algorithm needs beside its name. {solved}: a model that solves the task, {steps}: the run's length.
 NEEDS: dict[str, list[str]] = {
+    "dapo": [f"{A}.zero_variance", "refill"],  # which the quickstart's config turns off
     "ppo": [f"{A}.minibatches", "2"],
     "opd": [f"{A}.reference", "{solved}"],
     "sft": [f"{A}.reference", "{solved}", "--deployment.teacher-ranks", "1", "--orchestrator.eval.interval", "8"],
