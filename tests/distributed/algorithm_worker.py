@@ -1,4 +1,4 @@
-"""One trainer rank under torchrun, through all cases: `algorithm_worker.py OUT MODEL_FOLDER REFERENCE_FOLDER`.
+"""One trainer rank under torchrun, through all cases: `algorithm_worker.py OUT MODEL_FOLDER REFERENCE_FOLDER`."""
 
 from __future__ import annotations
 
