@@ -114,7 +114,8 @@ def _advantages(
         flat = [value for a in advantages for values in a for value in values]
         # Where the baseline is the group's, the mean is 0 already, and equal rewards must stay at exactly 0.
         mean = float(np.mean(flat)) if algorithm.baseline == "batch" and flat else 0.0
-        advantages = [_scaled(a, mean, _std(advantages)) for a in advantages]
+        std = _std(advantages)
+        advantages = [_scaled(a, mean, std) for a in advantages]
     return advantages
 
 
@@ -131,12 +132,12 @@ def _scaled(advantages: GroupAdvantages, mean: float, std: float) -> GroupAdvant
 def _shares(members: Sequence[_Members], aggregation: str, max_tokens: int) -> list[list[list[float]]]:
     """The share of each sampled token of each sample in the mean over the batch, [group][episode][sample]."""
     in_group = [sum(n for tokens in m.tokens for n in tokens) for m in members]
-    sequences = sum(len(tokens) for m in members for tokens in m.tokens)
+    in_batch, sequences = sum(in_group), sum(len(tokens) for m in members for tokens in m.tokens)
 
     def share(own: int, group: int) -> float:
         match aggregation:
             case "token":
-                return 1 / max(1, sum(in_group))
+                return 1 / max(1, in_batch)
             case "sequence":
                 return 1 / (sequences * max(1, own))
             case "prompt":

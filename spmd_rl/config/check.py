@@ -358,6 +358,13 @@ def _guard(c: Config) -> Iterator[str]:
             "guard.on_collapse = rollback with ckpt.interval = 0: there would be no checkpoint to go back to; set "
             "ckpt.interval, for example to 10"
         )
+    needed = 1 + -(-(2 * c.guard.window + 2) // max(1, c.ckpt.interval))
+    if c.guard.on_collapse == "rollback" and c.ckpt.interval and 0 < c.ckpt.keep < needed:
+        yield (
+            f"ckpt.keep = {c.ckpt.keep} with guard.on_collapse = rollback: a good checkpoint is one from before the "
+            f"2 × {c.guard.window} steps that the guard judges by, and it would be deleted by then; set keep to "
+            f"{needed} or more, or 0 to keep all"
+        )
     if c.ckpt.resume:
         yield f"ckpt.resume = {c.ckpt.resume}: a run of RL can't be resumed yet; main.py sft can"
 

@@ -59,11 +59,11 @@ class Loop:
     def __post_init__(self) -> None:
         self._trained: dict[tuple[str, int], asyncio.Future[Trained]] = {}
         self._exported: dict[str, asyncio.Event] = {}
-        self.link.listen(Trained, lambda event: self._trained[event.phase, event.step].set_result(event))
         self._guard = Guard(self.config.guard)
         self._collapse: Collapse | None = None  # seen, and not yet acted on
         self._rollbacks = 0
         self._saved: list[tuple[int, str]] = []  # (step, folder) of complete checkpoints, oldest first
+        self.link.listen(Trained, lambda event: self._trained[event.phase, event.step].set_result(event))
         self.link.listen(Saved, lambda event: self._saved.append((step_of(event.folder), event.folder)))
         self.link.listen(Exported, lambda event: self._exported[event.folder].set())
 
