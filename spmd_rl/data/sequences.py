@@ -28,8 +28,8 @@ class Sequences:
     def __init__(self, config: Config, tokenizer: Any) -> None:
         """Raises DataError for data that can't work, as far as columns and the first row show."""
         self._data, self._seq_len, self._seed, self._tokenizer = config.data, config.seq_len, config.seed, tokenizer
-        self.dropped = self.truncated = 0  # sequences so far that were too long
         self._epoch, self._order = -1, np.empty(0, np.int64)
+        self.dropped = self.truncated = 0  # sequences so far that were too long
         if config.data.type == "fake":
             self._train, self._validation = self._fake, [("fake", i) for i in range(config.data.batch_size)]
             self.rows = 2**31
@@ -38,7 +38,8 @@ class Sequences:
         self._rows, self._validation, self.rows = rows, held, len(rows)
         self._check_columns()
         self._train = self._drawn
-        self.batch(1)
+        self.batch(1)  # what is wrong with the first rows is said before a model is loaded
+        self.dropped = self.truncated = 0
 
     def batch(self, step: int) -> list[Sequence]:
         """The sequences of optimizer step `step` ≥ 1; fewer than batch_size where some were dropped."""

@@ -65,7 +65,7 @@ class Sampler:
         orchestrator = services.config.orchestrator
         self._group_size = orchestrator.group_size
         self._wanted = services.config.max_steps * orchestrator.groups_per_batch
-        self._refills = int(refill_limit(orchestrator))  # groups that may still be dropped before the next batch
+        self._refill_limit = self._refills = int(refill_limit(orchestrator))  # left before the next batch
         self._dropped: list[Group] = []  # of equal rewards, since the last batch
         self._running: dict[int, asyncio.Task] = {}  # by group
         self._groups = self._tokens = 0  # finished so far, and what they sampled
@@ -96,7 +96,7 @@ class Sampler:
             self._changed.clear()
             await self._changed.wait()
         dropped, self._dropped = self._dropped, []
-        self._refills = int(refill_limit(self._services.config.orchestrator))
+        self._refills = self._refill_limit
         return [self._finished.pop(id) for id in ids], dropped
 
     def stop(self) -> None:
