@@ -74,7 +74,9 @@ def test_messages_of_any_size_go_both_ways(saw):
 def test_orders_arrive_in_order_each_rank_its_rows(saw):
     for rank in TRAINERS:
         expected = [train_order(rank, index) for index in range(ORDERS)]
-        assert saw[rank]["orders"] == [[o.step, [digest(row["tokens"]) for row in o.rows]] for o in expected]
+        assert saw[rank]["orders"] == [
+            [o.step, [digest(row["tokens"]) for rows in o.rows for row in rows]] for o in expected
+        ]
     assert saw[0]["refused"] == "1 orders for 2 trainer ranks"
     assert saw[0]["dispatcher ended"]
 

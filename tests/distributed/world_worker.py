@@ -189,7 +189,7 @@ def echo(me: Rank) -> None:
 
 def train_order(rank: int, index: int) -> Train:
     """Uneven rows: every rank has its own."""
-    return Train(index, "rl", [{"tokens": tokens_of(rank, 1000 + index + k)} for k in range(rank)])
+    return Train(index, "rl", [[{"tokens": tokens_of(rank, 1000 + index + k)} for k in range(rank)]])
 
 
 def dispatch(me: Rank) -> None:
@@ -209,7 +209,7 @@ def obey(me: Rank) -> None:
     pipe = Pipe(me.groups["data"], 0, me.name(0))
     orders = []
     while not isinstance(order := decode(pipe.receive(), Order), Stop):
-        orders.append([order.step, [digest(row["tokens"]) for row in order.rows]])
+        orders.append([order.step, [digest(row["tokens"]) for rows in order.rows for row in rows]])
     me.saw["orders"] = orders
 
 
