@@ -95,7 +95,8 @@ def test_everything_that_was_promised_is_there(quickstart):
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert tomllib.loads((folder / "config.toml").read_text())["max_steps"] == STEPS
     assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank_{r:05d}.log" for r in range(3)]
-    assert len(list((folder / "rollouts").iterdir())) == STEPS
+    assert len(list((folder / "rollouts").glob("step_*.jsonl"))) == STEPS
+    assert "reward" in (folder / "rollouts/first_step.txt").read_text()
     sample = json.loads((folder / "rollouts" / f"step_{STEPS:06d}.jsonl").read_text().splitlines()[0])
     assert "<|im_start|>" in json.dumps(sample)
     assert list((folder / "tensorboard").rglob("events*"))
