@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, asdict, fields
 from functools import reduce
+from math import isfinite
 from typing import Any
 
 from spmd_rl.config.errors import ConfigError
@@ -270,11 +271,15 @@ def _source(here: str, source: SourceConfig) -> Iterator[str]:
         yield f"{here}.heldout_share = {source.heldout_share}: is a share of the rows; must be 0 or more and below 1"
     if source.max_tokens < 0:
         yield f"{here}.max_tokens = {source.max_tokens}: must be 0 (orchestrator.sampling.max_tokens) or more"
+    if source.system and not source.chat:
+        yield f"{here}.system is a chat message, and {here}.chat is off: set chat = true, or write it into prompt"
+    if source.reward_workers < 1:
+        yield f"{here}.reward_workers = {source.reward_workers}: must be 1 or more"
     if not source.reward_s > 0:
         yield f"{here}.reward_s = {source.reward_s}: must be greater than 0"
     for name, weight in source.weights.items():
-        if type(weight) not in (int, float):
-            yield f"{here}.weights.{name} = {weight!r}: must be a number"
+        if type(weight) not in (int, float) or not isfinite(weight):
+            yield f"{here}.weights.{name} = {weight!r}: must be a finite number"
 
 
 def _changed(source: SourceConfig, key: Field[Any]) -> bool:

@@ -199,6 +199,7 @@ class SourceConfig:
     reward_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a built-in reward
     weights: dict[str, Any] = field(default_factory=dict)  # of a reward's named parts; 1 where not named
     reward_s: float = 30.0  # deadline of one reward
+    reward_workers: int = 2  # processes of the reward math; other rewards run in threads
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from spmd_rl.config.tree import Config
 from spmd_rl.data.chat import render
-from spmd_rl.data.tables import DataError, Table, open_table
+from spmd_rl.data.tables import DataError, Table, open_beside, open_table
 
 Sequence = tuple[np.ndarray, np.ndarray]  # tokens int32[T], mask uint8[T]: 1 = learned
 
@@ -63,7 +63,7 @@ class Sequences:
         return self._sequence(self._table, int(self._rows[self._order[place]]))
 
     def _sequence(self, table: Table, number: int) -> Sequence | None:
-        row, where = table[number], f"{table.name}, row {number}"
+        row, where = table[number], table.where(number)
         try:
             tokens, mask = self._completion(row) if self._data.prompt else self._chat(row)
         except KeyError as error:
@@ -123,8 +123,7 @@ def _split(config: Config) -> tuple[Table, np.ndarray, list[tuple[Table, int]]]:
     table = open_table(data.name, data.split)
     everything = np.arange(len(table))
     if data.validation:
-        is_file = data.validation.endswith((".jsonl", ".json", ".parquet")) or "/" in data.validation
-        other = open_table(data.validation) if is_file else open_table(data.name, data.validation)
+        other = open_beside(data.validation, data.name, data.split)
         return table, everything, [(other, i) for i in range(len(other))]
     if not data.validation_share:
         return table, everything, []

@@ -7,6 +7,7 @@ file, and the line where there is one.
 
 from __future__ import annotations
 
+import base64
 import glob
 import json
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+BLOCK = 2**24  # bytes of a file that are searched for line ends at a time
+WHITE = np.frombuffer(b" \t\r\n", np.uint8)
 CONVERTED = "refs/convert/parquet"  # the Hub's own conversion of every public dataset: one format to read
 
 
@@ -30,6 +33,10 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+    def where(self, index: int) -> str:
+        """The place of a row, for error messages."""
+        ...
 
 
 def open_table(name: str, split: str = "train") -> Table:
@@ -48,6 +55,28 @@ def open_table(name: str, split: str = "train") -> Table:
     raise DataError(f"dataset {name!r} is neither *.jsonl, *.parquet, a folder of these, nor a Hub id (owner/name)")
 
 
+def open_beside(other: str, name: str, split: str = "train") -> Table:
+    """What a run evaluates on beside `name`: a dataset, or, where `name` is on the Hub, another split of it.
+
+    Raises DataError, also for the same rows again, and for a split of files, which have none.
+    """
+    local = _is_path(name) or Path(name).exists()
+    if Path(other).resolve() == Path(name).resolve() or (not local and other == split):
+        raise DataError(f"{other!r} would be trained on and evaluated on: name other rows, or none, to keep a share")
+    if _is_path(other) or "/" in other or (local and Path(other).exists()):
+        return open_table(other)
+    if local:
+        raise DataError(
+            f"{other!r} is no dataset, and files have no splits: beside {name!r} name a *.jsonl file, *.parquet files "
+            "or a Hub dataset id, or none, to keep a share of the rows"
+        )
+    return open_table(name, other)
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".jsonl", ".json", ".parquet"))
+
+
 class JsonLines:
     """One JSON object per line; lines are found once and parsed when they are asked for."""
 
@@ -58,30 +87,40 @@ class JsonLines:
         except FileNotFoundError:
             raise DataError(f"dataset {name!r} does not exist (looked in {Path(name).absolute().parent})") from None
         except (ValueError, OSError) as error:  # an empty file can't be mapped
-            raise DataError(f"dataset {name!r} can't be read: {error}") from None
-        ends = np.append(np.flatnonzero(self._bytes == ord("\n")), len(self._bytes))
-        starts = np.append(0, ends[:-1] + 1)
-        self._lines = [
-            (line + 1, int(start), int(end))
-            for line, (start, end) in enumerate(zip(starts, ends, strict=True))
-            if self._bytes[start:end].tobytes().strip()
-        ]
-        if not self._lines:
+            empty = Path(name).is_file() and not Path(name).stat().st_size
+            raise DataError(f"dataset {name!r} {'is empty' if empty else f'can not be read: {error}'}") from None
+        self._starts, self._ends, self._numbers = _lines(self._bytes)
+        if not len(self._starts):
             raise DataError(f"dataset {name!r} is empty: it has no line with an object")
         self.columns = tuple(self[0])
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        line, start, end = self._lines[index]
         try:
-            row = json.loads(self._bytes[start:end].tobytes())
+            row = json.loads(self._bytes[self._starts[index] : self._ends[index]].tobytes())
         except ValueError as error:
-            raise DataError(f"{self.name}, line {line}: not valid JSON: {error}") from None
+            raise DataError(f"{self.where(index)}: not valid JSON: {error} (every line is one object)") from None
         if not isinstance(row, dict):
-            raise DataError(f"{self.name}, line {line}: a {type(row).__name__}, where every line must be an object")
+            raise DataError(f"{self.where(index)}: a {type(row).__name__}, where every line must be an object")
         return row
+
+    def where(self, index: int) -> str:
+        """The file and the line."""
+        return f"{self.name}, line {self._numbers[index]}"
+
+
+def _lines(data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(first byte, end, line number from 1) of the lines that are not blank, int64[n] each; data: uint8[bytes]."""
+    blocks = range(0, len(data), BLOCK)  # a mask over the whole file would take as much memory as the file
+    found = [at + np.flatnonzero(data[at : at + BLOCK] == ord("\n")) for at in blocks]
+    ends = np.concatenate([*found, [len(data)]]).astype(np.int64)
+    starts = np.append(0, ends[:-1] + 1)
+    filled = starts < ends
+    for line in np.flatnonzero(filled)[np.isin(data[starts[filled]], WHITE)]:
+        filled[line] = bool(data[starts[line] : ends[line]].tobytes().strip())
+    return starts[filled], ends[filled], np.flatnonzero(filled) + 1
 
 
 class Parquet:
@@ -107,8 +146,23 @@ class Parquet:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        row: dict[str, Any] = self._table.slice(index % len(self), 1).to_pylist()[0]
+        row: dict[str, Any] = _plain(self._table.slice(index % len(self), 1).to_pylist()[0])
         return row
+
+    def where(self, index: int) -> str:
+        """The dataset and the row, from 0."""
+        return f"{self.name}, row {index}"
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON has it: bytes in base64, dates and decimals as text."""
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 def _parquet_files(name: str) -> list[str]:

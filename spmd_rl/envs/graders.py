@@ -14,6 +14,12 @@ from typing import Any
 Row = dict[str, Any]
 
 
+def _answer(row: Row, column: str) -> str:
+    if row[column] is None:
+        raise ValueError(f"the row has null in column {column!r}")
+    return str(row[column])
+
+
 class Exact:
     """1 for exactly the answer, else 0."""
 
@@ -22,7 +28,7 @@ class Exact:
         self.answer, self.strip, self.casefold = answer, strip, casefold
 
     def __call__(self, completion: str, row: Row) -> float:
-        return float(self._plain(completion) == self._plain(str(row[self.answer])))
+        return float(self._plain(completion) == self._plain(_answer(row, self.answer)))
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self.strip else text
@@ -46,7 +52,7 @@ class Regex:
         found = list(self.pattern.finditer(completion))
         if not found or not self.answer:
             return float(bool(found))
-        return float((found[-1].group(self.group) or "").strip() == str(row[self.answer]).strip())
+        return float((found[-1].group(self.group) or "").strip() == _answer(row, self.answer).strip())
 
 
 class JsonSchema:
@@ -90,7 +96,7 @@ class Math:
     def __call__(self, completion: str, row: Row) -> float:
         from math_verify import parse, verify
 
-        gold = str(row[self.answer])
+        gold = _answer(row, self.answer)
         expected = parse(gold if "\\boxed" in gold or "$" in gold else f"${gold}$")
         if not expected:
             raise ValueError(f"the answer {gold!r} of the row is no mathematical expression")

@@ -3,30 +3,31 @@
 A reward is a built-in (`graders.py`) or a user's function, found by import path, sync or async. It gets what it names
 among `completion` (text before the end token), `tokens` (ids, the end token included), `row` (the dataset's) and
 `prompt` (text), and returns a number, or a dict of named numbers that are weighted and added, or raises. It runs beside
-the event loop, and never longer than its deadline.
+the event loop (`threads.py`, `workers.py`), and never longer than its deadline.
 
 Invariants: an exception, a deadline, a NaN or a strange type is never a zero; a reward that hangs holds up nobody.
 """
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from spmd_rl.config.imports import load_object
 from spmd_rl.config.tree import SourceConfig
+from spmd_rl.envs.deadline import TooSlow
 from spmd_rl.envs.graders import GRADERS
+from spmd_rl.envs.threads import Threads
 from spmd_rl.envs.workers import Workers
 from spmd_rl.rollouts.types import Reward, RewardError
 
 GIVEN = ("completion", "tokens", "row", "prompt")
-THREADS = 16  # for functions that block; one that hangs keeps its thread
 
 
 class BadReward(ValueError):
@@ -41,24 +42,32 @@ class RewardFunction:
         self.name, self._deadline_s, self._weights = source.reward, source.reward_s, dict(source.weights)
         self.function: Callable[..., Any] = _find(source)
         self._takes = _takes(self.name, self.function)
-        self._workers = Workers(self.function) if getattr(self.function, "in_process", False) else None
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="reward")
-        self._free = asyncio.Semaphore(THREADS)  # a deadline does not count the time in a queue
+        in_process = getattr(self.function, "in_process", False)
+        self._beside = Workers(self.function, source.reward_workers) if in_process else Threads(self.function)
 
     async def __call__(self, **given: Any) -> Reward | RewardError:
         """The reward of one completion; `given` holds all of GIVEN."""
         try:
             return self.as_reward(await self.call(given))
-        except BadReward as error:
-            return RewardError(str(error))
-        except TimeoutError:
-            return RewardError(f"the reward {self.name} took longer than reward_s = {self._deadline_s:g} s")
         except Exception as error:
-            return RewardError(f"the reward {self.name} raised {type(error).__name__}: {error}")
+            return RewardError(self.explain(error))
+
+    def explain(self, error: Exception) -> str:
+        """What went wrong in `call` or `as_reward`."""
+        if isinstance(error, BadReward):
+            return str(error)
+        if isinstance(error, TooSlow):
+            return f"the reward {self.name} took longer than reward_s = {self._deadline_s:g} s"
+        return f"the reward {self.name} raised {type(error).__name__}: {error}"
 
     def as_reward(self, result: Any) -> Reward:
         """What a function returned. Raises BadReward for what is no reward."""
         if not isinstance(result, Mapping):
+            if self._weights:
+                raise BadReward(
+                    f"weights name {', '.join(self._weights)}, and the reward {self.name} returned {result!r}: return "
+                    "a dict of named numbers, or remove the weights"
+                )
             return Reward(self._number(result, "it"))
         parts = {str(name): self._number(value, f"its part {name!r}") for name, value in result.items()}
         if not parts:
@@ -70,25 +79,20 @@ class RewardFunction:
         return Reward(sum(self._weights.get(name, 1.0) * value for name, value in parts.items()), parts)
 
     def _number(self, value: Any, what: str) -> float:
-        if not isinstance(value, numbers.Real):  # numpy's numbers and booleans are, arrays and strings are not
+        if not isinstance(value, numbers.Real | np.bool_):  # numpy's numbers are, arrays and strings are not
             raise BadReward(
                 f"the reward {self.name} must return a number or a dict of numbers; {what} is {value!r} "
                 f"({type(value).__name__})"
             )
         if not math.isfinite(value):
-            raise BadReward(f"the reward {self.name} returned {value}; raise an error where none can be computed")
+            raise BadReward(
+                f"the reward {self.name} returned {value} ({what}); raise an error where none can be computed"
+            )
         return float(value)
 
     async def call(self, given: dict[str, Any]) -> Any:
         """What the function returns, or raises."""
-        arguments = {name: given[name] for name in self._takes}
-        if self._workers is not None:
-            return await self._workers.call(arguments, self._deadline_s)
-        if inspect.iscoroutinefunction(self.function):
-            return await asyncio.wait_for(self.function(**arguments), self._deadline_s)
-        async with self._free:
-            call = asyncio.get_running_loop().run_in_executor(self._threads, lambda: self.function(**arguments))
-            return await asyncio.wait_for(call, self._deadline_s)
+        return await self._beside.call({name: given[name] for name in self._takes}, self._deadline_s)
 
 
 def _find(source: SourceConfig) -> Callable[..., Any]:

@@ -16,26 +16,27 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-PROCESSES = 2
+from spmd_rl.envs.deadline import TooSlow, within
+
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
 
 
 class Workers:
     """Processes that call one picklable function. Started with the first call."""
 
-    def __init__(self, function: Callable[..., Any], processes: int = PROCESSES) -> None:
+    def __init__(self, function: Callable[..., Any], processes: int) -> None:
         self._function, self._processes = function, processes
         self._pool: ProcessPoolExecutor | None = None
         self._free = asyncio.Semaphore(processes)  # so that a deadline does not count the time in a queue
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> Any:
-        """function(**arguments). TimeoutError after `deadline_s`, ChildProcessError when the process died."""
+        """function(**arguments). TooSlow after `deadline_s`, ChildProcessError when the process died."""
         async with self._free:
             pool = self._pool = self._pool or self._start()
             future = asyncio.get_running_loop().run_in_executor(pool, _apply, self._function, arguments)
             try:
-                return await asyncio.wait_for(future, deadline_s)
-            except TimeoutError:
+                return await within(deadline_s, future)
+            except TooSlow:
                 self._end(pool)
                 raise
             except BrokenProcessPool as error:

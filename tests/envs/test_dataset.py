@@ -11,6 +11,7 @@ import pytest
 
 from spmd_rl.config.tree import SamplingConfig, SourceConfig
 from spmd_rl.data.tables import DataError
+from spmd_rl.envs import dataset
 from spmd_rl.envs.load import load
 from spmd_rl.envs.protocol import Generation
 from spmd_rl.models.byte_tokenizer import make_byte_tokenizer
@@ -116,14 +117,33 @@ def test_the_teacher_gives_the_right_answer_and_ends(make, tokenizer):
     assert answer.tolist() == [*tokenizer.encode(task.data["row"]["a"]), tokenizer.eos_token_id]
 
 
-def test_a_row_that_lacks_a_column_is_named(make):
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"q": "x"}, "rows.jsonl, line 10 has no column 'a'; it has q: mend"),
+        ({"a": "x"}, "rows.jsonl, line 10 has no column 'q'; it has a: mend"),
+        ({"a": "x", "q": None}, "rows.jsonl, line 10 has null in column 'q'; it has a, q"),
+        ({"a": None, "q": "x"}, "rows.jsonl, line 10 has null in column 'a'"),
+    ],
+)
+def test_a_row_without_what_is_named_is_found_before_anything_starts(make, tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        make(rows=[*ROWS[:9], row, *ROWS])
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, [*ROWS[:9], row])))
+    with pytest.raises(DataError, match=message.replace("rows.jsonl", "held.jsonl")):
+        make(heldout=str(tmp_path / "held.jsonl"))
+    make(rows=[*ROWS[:9], {"q": "x", "a": 0, "other": None}])
+
+
+def test_later_rows_are_named_when_their_turn_comes(make, monkeypatch):
+    monkeypatch.setattr(dataset, "ROWS_LOOKED_AT", 9)
     env = make(rows=[*ROWS[:9], {"q": "x"}])
-    with pytest.raises(DataError, match=r"rows.jsonl, row 9 has no column 'a'; it has q"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 10 has no column 'a'; it has q"):
         for i in range(9):
             env.teacher(env.task(i, "train"), None)
             env.teacher(env.task(0, "heldout"), None)
     env = make(rows=[*ROWS[:9], {"a": "x"}])
-    with pytest.raises(DataError, match=r"row 9 has no column 'q'; it has a"):
+    with pytest.raises(DataError, match=r"line 10 has no column 'q'; it has a"):
         for side, count in (("train", 9), ("heldout", 1)):
             for i in range(count):
                 env.prompt(env.task(i, side))
@@ -132,10 +152,14 @@ def test_a_row_that_lacks_a_column_is_named(make):
 BAD = {
     "prompt column": (
         {"prompt": "{question}"},
-        r"no column 'question', which prompt \(\{question\}\) names; it has q, a",
+        "no column 'question', which prompt names; it has q, a, chat",
     ),
     "answer column": ({"answer": "solution"}, "no column 'solution', which answer names"),
     "hint column": ({"hint": "{b}"}, "no column 'b', which hint"),
+    "positional": ({"prompt": "{}="}, r"prompt = '\{\}=': name a column between the braces, as in \{question\}"),
+    "number": ({"hint": "{0}="}, "hint = .* name a column between the braces"),
+    "open brace": ({"prompt": "{q"}, r"prompt = '\{q' is no format string: expected '\}'.*written \{\{ or \}\}"),
+    "JSON": ({"prompt": '{"a": 1} {q}'}, r"no column '\"a\"', which prompt names \(a brace itself is written \{\{"),
     "messages column": ({"messages": "talk"}, "no column 'talk', which messages names"),
 }
 
@@ -144,6 +168,21 @@ BAD = {
 def test_columns_that_are_not_there(make, source, message):
     with pytest.raises(DataError, match=message):
         make(**source)
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ([{"role": "user", "content": "q"}, {"role": "assistant", "content": "the answer"}], "ends with the assistant"),
+        (["hello"], "holds no list of messages"),
+        ("hello", "holds no list of messages"),
+        ([], "holds no list of messages"),
+    ],
+)
+def test_chats_that_are_no_prompt(make, cell, message):
+    env = make(rows=[{"chat": cell, "a": "1"}], messages="chat", heldout_share=0.0)
+    with pytest.raises(DataError, match=rf"rows.jsonl, line 1: column 'chat' {message}"):
+        env.prompt(env.task(0, "train"))
 
 
 def test_chat_needs_a_template(make, tokenizer):
@@ -161,13 +200,24 @@ def test_one_row_leaves_nothing_to_evaluate(make):
     with pytest.raises(DataError, match=r"no heldout row \(1 rows, .*orchestrator.eval.tasks = 0"):
         env.task(0, "heldout")
     assert len(make(rows=ROWS[:2]).rows["heldout"]) == 1
+    assert len(make(rows=ROWS[:2], heldout_share=0.9).rows["train"]) == 1
+    assert len(make(heldout_share=0.0).rows["heldout"]) == 0
+
+
+def test_a_file_has_no_split_to_evaluate_on(make):
+    with pytest.raises(DataError, match="'validation' is no dataset, and files have no splits"):
+        make(heldout="validation")
 
 
 OWN = """
+import time
 def text(completion): return "good"
 def nan(completion): return float("nan")
 def fails(completion): raise RuntimeError("no judge")
 def fails_on_nothing(completion): return 1 / len(completion)
+def hangs():
+    while True: time.sleep(0.01)
+def wants_the_prompt(prompt, row): assert prompt == row["q"] + "="; return 1
 """
 
 
@@ -176,14 +226,20 @@ def fails_on_nothing(completion): return 1 / len(completion)
     [
         ("text", r"row \d+, completion '.+': .* is 'good' \(str\)"),
         ("nan", "returned nan"),
-        ("fails", "raised on all 8 completions tried: RuntimeError: no judge"),
+        ("fails", "no completion tried got a reward, of 8: the reward .*fails raised RuntimeError: no judge"),
+        ("hangs", "of 1: .* took longer than reward_s = 0.2 s"),
     ],
 )
 def test_rewards_are_tried_before_anything_starts(make, tmp_path, name, message):
     (tmp_path / "own.py").write_text(OWN)
-    env = make(reward=f"{tmp_path / 'own.py'}:{name}")
+    env = make(reward=f"{tmp_path / 'own.py'}:{name}", reward_s=0.2)
     with pytest.raises(DataError, match=message):
         asyncio.run(env.check_reward(4))
+
+
+def test_what_a_reward_is_tried_with(make, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    asyncio.run(make(reward=f"{tmp_path / 'own.py'}:wants_the_prompt").check_reward(4))
 
 
 def test_a_reward_may_raise_for_some_completions(make, tmp_path):

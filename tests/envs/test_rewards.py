@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 
 from spmd_rl.config.tree import SourceConfig
+from spmd_rl.envs.deadline import TooSlow
 from spmd_rl.envs.rewards import RewardFunction
+from spmd_rl.envs.threads import Threads
 from spmd_rl.envs.workers import Workers
 from spmd_rl.rollouts.types import Reward, RewardError
 
@@ -21,16 +26,25 @@ import numpy as np
 def number(completion): return len(completion)
 def boolean(tokens, row): return tokens == [1] and row["answer"] == "42"
 def array_number(): return np.float32(0.5)
+def array_boolean(): return np.bool_(True)
+class Judge:
+    async def __call__(self): await asyncio.sleep(0.01); return 0.75
+judge = Judge()
 async def slowly(completion): await asyncio.sleep(0.01); return 0.25
 def parts(prompt): return {"a": 1, "b": True, "c": 0.5}
 def everything(**given): return len(given)
 def text(completion): return "good"
 def nothing(completion): return None
 def nan(completion): return float("nan")
+def nan_part(completion): return {"a": 1, "b": float("nan")}
 def bad_part(completion): return {"a": "x"}
 def no_part(completion): return {}
 def fails(completion): raise KeyError("solution")
 def hangs(completion): time.sleep(30)
+async def blocks(completion): time.sleep(1); return 1
+def timed_out(completion): raise TimeoutError("the judge's own")
+def empty(completion): return next(iter([]))
+def leaves(completion): raise SystemExit(3)
 def wants_more(completion, teacher): return 1
 constant = 3
 """
@@ -53,7 +67,15 @@ def call(function: RewardFunction, completion: str = "one", tokens=(1,), row=ROW
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("number", 3.0), ("boolean", 1.0), ("array_number", 0.5), ("slowly", 0.25), ("everything", 4.0)],
+    [
+        ("number", 3.0),
+        ("boolean", 1.0),
+        ("array_number", 0.5),
+        ("array_boolean", 1.0),
+        ("slowly", 0.25),
+        ("judge", 0.75),
+        ("everything", 4.0),
+    ],
 )
 def test_functions_get_what_they_name_and_return_numbers(make, name, value):
     assert call(make(name)) == Reward(value)
@@ -69,10 +91,14 @@ def test_named_parts_are_weighted_and_kept(make):
     [
         ("text", "must return a number or a dict of numbers; it is 'good' (str)"),
         ("nothing", "it is None (NoneType)"),
-        ("nan", "returned nan; raise an error"),
+        ("nan", "returned nan (it); raise an error"),
+        ("nan_part", "returned nan (its part 'b'); raise an error"),
         ("bad_part", "its part 'a' is 'x' (str)"),
         ("no_part", "no part at all"),
         ("fails", "raised KeyError: 'solution'"),
+        ("timed_out", "raised TimeoutError: the judge's own"),
+        ("empty", "raised RuntimeError: it raised StopIteration()"),
+        ("leaves", "raised RuntimeError: it raised SystemExit(3)"),
     ],
 )
 def test_what_is_no_reward_is_an_error_and_never_a_zero(make, name, message):
@@ -82,14 +108,16 @@ def test_what_is_no_reward_is_an_error_and_never_a_zero(make, name, message):
 
 def test_weights_must_name_parts(make):
     assert "weights name d; the reward" in call(make("parts", weights={"d": 1.0})).why
+    assert "weights name a, and the reward" in call(make("number", weights={"a": 1.0})).why
 
 
-def test_a_reward_that_hangs_is_an_error_and_holds_up_nobody(make):
-    function = make("hangs", reward_s=0.2)
+@pytest.mark.parametrize("name", ["hangs", "blocks"])
+def test_a_reward_that_hangs_is_an_error_and_holds_up_nobody(make, name):
+    function = make(name, reward_s=0.2)
 
     async def both():
         async def beside():
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.05)  # before the deadline, though the function blocks its own thread
             return time.monotonic()
 
         given = {"completion": "", "tokens": [], "row": ROW, "prompt": ""}
@@ -99,6 +127,42 @@ def test_a_reward_that_hangs_is_an_error_and_holds_up_nobody(make):
     outcome, woken, end = asyncio.run(both())
     assert "longer than reward_s = 0.2 s" in outcome.why
     assert woken < end
+
+
+def test_calls_that_hang_take_no_place_of_others():
+    released = threading.Event()
+
+    async def main():
+        threads = Threads(lambda hang: released.wait() if hang else 1, at_once=2)
+        for _ in range(3):
+            with pytest.raises(TooSlow):
+                await threads.call({"hang": True}, 0.05)
+        return await threads.call({"hang": False}, 20.0)
+
+    try:
+        assert asyncio.run(main()) == 1
+    finally:
+        released.set()
+
+
+def test_a_call_that_hangs_does_not_keep_the_process(make, tmp_path):
+    call = "asyncio.run(Threads(threading.Event().wait).call({}, 0.1))"
+    code = f"import asyncio, threading\nfrom spmd_rl.envs.threads import Threads\n{call}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.strip().endswith("TooSlow: no result after 0.1 s")
+
+
+def test_what_an_async_reward_keeps_can_be_used_in_a_later_loop(make):
+    """As a client with open connections, which belong to the loop that opened them."""
+    loops = []
+
+    async def judge():
+        loops.append(asyncio.get_running_loop())
+
+    threads = Threads(judge)
+    for _ in range(2):
+        asyncio.run(threads.call({}, 20.0))
+    assert loops[0] is loops[1] and loops[0].is_running()
 
 
 @pytest.mark.parametrize(
@@ -153,15 +217,20 @@ def test_json_schemas(make, where):
     assert scores == [1.0, 1.0, 0.25 if where == "args" else 0.0, 0.0]
 
 
+@pytest.mark.parametrize("name", ["exact", "regex", "math"])
+def test_null_is_no_answer(make, name):
+    function = make(name, answer="answer", reward_args={"pattern": "(.*)"} if name == "regex" else {})
+    assert "null in column 'answer'" in call(function, "None", row={"answer": None}).why
+
+
 def test_a_row_without_the_answer_is_an_error(make):
     assert "KeyError: 'answer'" in call(make("exact", answer="answer"), row={}).why
 
 
 def test_a_call_that_hangs_in_a_process_ends_with_its_pool_which_is_replaced():
     async def main():
-        workers = Workers(time.sleep, processes=1)
-        workers._function = _sleep_or_add
-        with pytest.raises(TimeoutError):
+        workers = Workers(_sleep_or_add, processes=1)
+        with pytest.raises(TooSlow):
             await workers.call({"seconds": 60, "a": 0}, 3.0)
         return await workers.call({"seconds": 0, "a": 1}, 60.0)
 

@@ -11,7 +11,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import (
+    AlgorithmConfig,
     Config,
     DeploymentConfig,
     EvalConfig,
@@ -49,6 +51,7 @@ def config(folder: str, new_tokens: int, output_dir: str) -> Config:
             group_size=ROLLOUTS,
             max_lag=1,
             sampling=SamplingConfig(max_tokens=new_tokens),
+            algorithm=AlgorithmConfig(zero_variance="keep"),  # every step samples as much as it trains on
             source=(SourceConfig(env="tools.bench_parts.fixed_env:Fixed"),),
             eval=EvalConfig(tasks=0),
         ),
@@ -69,8 +72,9 @@ class MeasuredLoop(Loop):
             groups = await asyncio.gather(*(self._group(task) for task in range(TASKS)))
             sample_s.append(time.perf_counter() - started)
         train_s = []
-        batch = make_batch(list(groups), self.config.orchestrator, 0)
-        packed = pack(batch.samples, 1, self.config.seq_len)
+        settings = self.config.orchestrator
+        batch = make_batch(list(groups), [], settings, resolve(settings.algorithm), {}, 0)
+        packed = [pack(samples, 1, self.config.seq_len) for samples in batch.minibatches]
         for number in range(ALONE):
             started = time.perf_counter()
             await self._order_training("alone", number + 1, packed)
