@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, asdict, fields
 from functools import reduce
-from math import isfinite
 from typing import Any
 
 from spmd_rl.config.errors import ConfigError
@@ -278,8 +277,8 @@ def _source(here: str, source: SourceConfig) -> Iterator[str]:
     if not source.reward_s > 0:
         yield f"{here}.reward_s = {source.reward_s}: must be greater than 0"
     for name, weight in source.weights.items():
-        if type(weight) not in (int, float) or not isfinite(weight):
-            yield f"{here}.weights.{name} = {weight!r}: must be a finite number"
+        if type(weight) not in (int, float):
+            yield f"{here}.weights.{name} = {weight!r}: must be a number"
 
 
 def _changed(source: SourceConfig, key: Field[Any]) -> bool:

@@ -76,7 +76,6 @@ BAD = [
     (f"{DATA} --orchestrator.source.0.max-tokens -1", ["max_tokens = -1"]),
     (f"{DATA} --orchestrator.source.0.reward-s 0", ["reward_s = 0.0"]),
     (f"{DATA} --orchestrator.source.0.weights.a high", ["weights.a = 'high'"]),
-    (f"{DATA} --orchestrator.source.0.weights.a nan", ["weights.a = nan", "finite"]),
     (f"{DATA} --orchestrator.source.0.reward-workers 0", ["reward_workers = 0"]),
     (f"{DATA} --orchestrator.source.0.system Brief.", ["source.0.system is a chat message", "chat = true"]),
     (f"{DATA} --orchestrator.source.0.args.a 1", ["are reward_args"]),
@@ -159,6 +158,7 @@ def test_every_number_of_the_tree_has_a_bound():
         "orchestrator.sampling.top_p",
         "orchestrator.sampling.top_k",
         *(f"orchestrator.source.0.{name}" for name in ("ratio", "heldout_share", "max_tokens", "reward_s")),
+        "orchestrator.source.0.reward_workers",
     }
     elsewhere |= {path for path in numbers if path.startswith(PIECES)}  # spmd_rl/algorithms/check.py
     assert numbers == set(POSITIVE) | set(AT_LEAST) | elsewhere

@@ -26,4 +26,4 @@ def test_a_reward_that_returns_a_text_never_reaches_the_engine(model, tmp_path):
     done = run(tmp_path / "run", args, timeout_s=120)
     assert done.returncode != 0
     assert "must return a number or a dict of numbers; it is 'good' (str)" in done.last_lines(), done.output[-3000:]
-    assert "own_data.jsonl, row" in done.last_lines() and not done.phase("rl")
+    assert "own_data.jsonl, line" in done.last_lines() and not done.phase("rl")

@@ -224,7 +224,7 @@ def wants_the_prompt(prompt, row): assert prompt == row["q"] + "="; return 1
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("text", r"row \d+, completion '.+': .* is 'good' \(str\)"),
+        ("text", r"line \d+, completion '.+': .* is 'good' \(str\)"),
         ("nan", "returned nan"),
         ("fails", "no completion tried got a reward, of 8: the reward .*fails raised RuntimeError: no judge"),
         ("hangs", "of 1: .* took longer than reward_s = 0.2 s"),
