@@ -33,6 +33,11 @@ class LastDigit:
         reward = Reward(float(text == DIGITS[task.data["number"] % 10]))
         return single_turn(task, prompt, answer, policy.sampling.temperature, reward)
 
+    def hint(self, task):
+        """For self-distillation: the prompt, with the answer in front."""
+        digit = DIGITS[task.data["number"] % 10]
+        return np.asarray(self.tokenizer.encode(f"<|im_start|>{digit} {task.data['number']}\n"), dtype=np.int32)
+
     def teacher(self, task, rng):
         """For the warm-up; right three times out of ten."""
         digit = task.data["number"] % 10 if rng.random() < 0.3 else int(rng.integers(10))

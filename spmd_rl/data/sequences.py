@@ -89,6 +89,9 @@ class Sequences:
         return render(self._tokenizer, row[self._data.messages], tools, self._data.loss_on)
 
     def _completion(self, row: dict[str, Any]) -> Sequence:
+        for column in (self._data.prompt, self._data.completion):
+            if row[column] is None:
+                raise DataError(f"has null in column {column!r}: mend the row or leave it out")
         prompt = self._tokenizer.encode(str(row[self._data.prompt]))
         answer = self._tokenizer.encode(str(row[self._data.completion]), add_special_tokens=False)
         tokens = np.asarray([*prompt, *answer, self._tokenizer.eos_token_id], dtype=np.int32)

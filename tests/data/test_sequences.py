@@ -72,7 +72,7 @@ def test_a_validation_set_of_its_own(make, tokenizer, tmp_path):
 
 
 def test_too_long_sequences(make):
-    with pytest.raises(DataError, match=r"rows.jsonl, row \d has 1\d tokens, more than seq_len = 9: raise seq_len"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line \d has 1\d tokens, more than seq_len = 9: raise seq_len"):
         [make(seq_len=9, batch_size=10)]
     dropping = make(seq_len=9, too_long="drop", batch_size=10)
     kept = dropping.batch(1)
@@ -101,10 +101,11 @@ BAD = {
         {"prompt": "", "completion": "", "messages": "talk"},
         "no column 'talk', which data.messages names",
     ),
-    "no assistant": ({"prompt": "", "completion": ""}, r"row \d: the conversation has no assistant turn"),
+    "no assistant": ({"prompt": "", "completion": ""}, r"line \d: the conversation has no assistant turn"),
     "tools": ({"tools": "tools"}, "no column 'tools', which data.tools names"),
     "one row": ({"rows": ROWS[:1], "validation_share": 0.5}, "has one row, and data.validation_share"),
-    "a cell": ({"rows": [*ROWS[:3], {"q": "x"}], "batch_size": 8}, "row 3 has no column 'a'; it has q"),
+    "null": ({"rows": [{"q": "x", "a": None}] * 3}, r"line \d: has null in column 'a'"),
+    "a cell": ({"rows": [*ROWS[:3], {"q": "x"}], "batch_size": 8}, "line 4 has no column 'a'; it has q"),
 }
 
 

@@ -90,7 +90,7 @@ def bad(tmp_path: Path, model: str, *args: str, nproc: int = 2) -> str:
 def test_bad_input_ends_all_ranks_with_its_reason(model, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join([json.dumps({"messages": [{"role": "user", "content": "?"}]})] * 3))
-    assert "rows.jsonl, row" in (said := bad(tmp_path, model, "--data.name", str(rows)))
+    assert "rows.jsonl, line" in (said := bad(tmp_path, model, "--data.name", str(rows)))
     assert "no assistant turn" in said
     said = bad(tmp_path, model, *SHORT, "--ckpt.resume", "latest")
     assert "holds no complete checkpoint" in said and "ckpt.interval" in said
