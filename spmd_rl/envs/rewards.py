@@ -63,12 +63,13 @@ class RewardFunction:
     def as_reward(self, result: Any) -> Reward:
         """What a function returned. Raises BadReward for what is no reward."""
         if not isinstance(result, Mapping):
+            number = self._number(result, "it")
             if self._weights:
                 raise BadReward(
                     f"weights name {', '.join(self._weights)}, and the reward {self.name} returned {result!r}: return "
                     "a dict of named numbers, or remove the weights"
                 )
-            return Reward(self._number(result, "it"))
+            return Reward(number)
         parts = {str(name): self._number(value, f"its part {name!r}") for name, value in result.items()}
         if not parts:
             raise BadReward(f"the reward {self.name} returned no part at all")

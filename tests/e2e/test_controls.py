@@ -38,6 +38,8 @@ def test_learning_rate_zero_learns_nothing(model, tmp_path):
 
 def test_shuffled_rewards_teach_nothing(model, tmp_path):
     done, rewards = control(model, tmp_path, "--orchestrator.shuffle-rewards")
-    assert rewards[-5:].mean() < rewards[:3].mean() + 0.05  # honest rewards: about 0.8 by then
-    assert done.phase("eval")[1]["eval/reward"] < done.phase("eval")[0]["eval/reward"] + 0.05
+    # Weights pushed about at random drift, up as well as down: 0.07 was seen. A leak would show: honest rewards
+    # have risen by about 0.65 by then.
+    assert rewards[-5:].mean() < rewards[:3].mean() + 0.2
+    assert done.phase("eval")[1]["eval/reward"] < done.phase("eval")[0]["eval/reward"] + 0.2
     assert any(record["offpolicy/k3_mean"] > 1e-8 for record in done.phase("rl"))  # the weights did move
