@@ -53,8 +53,12 @@ class _Members:
         return cls(valid, [[int(np.count_nonzero(s.mask)) for s in e.samples] for e in valid])
 
 
-def weigh(groups: Sequence[Group], algorithm: Algorithm, config: OrchestratorConfig, memory: Memory) -> Weighed:
+def weigh(
+    groups: Sequence[Group], algorithm: Algorithm, config: OrchestratorConfig, memory: Memory, oldest: int = 0
+) -> Weighed:
     """Weigh a batch; `algorithm` is resolved already. ValueError for rewards or advantages that are not finite.
+
+    Tokens that a policy version below `oldest` sampled get no weight; they count in baselines and denominators.
 
     Advantages speak of the whole batch, shares of the minibatch (one optimizer step) that a group falls into.
     """
@@ -71,7 +75,8 @@ def weigh(groups: Sequence[Group], algorithm: Algorithm, config: OrchestratorCon
         minibatches.append([])
         for i, group_shares in zip(part, shares, strict=True):
             for episode, reward, shares_S in zip(episodes[i], rewards[i].tolist(), group_shares, strict=True):
-                minibatches[-1] += _weighted(episode, reward, shares_S, algorithm, config.algorithm)
+                weighted = _weighted(episode, reward, shares_S, algorithm, config.algorithm)
+                minibatches[-1] += map(_without_old, weighted, episode.samples, [oldest] * len(weighted))
     stats = {**episode_counts(groups), "batch/samples": float(sum(map(len, minibatches)))}
     stats["batch/sampled_tokens"] = float(sum(n for m in members for tokens in m.tokens for n in tokens))
     return Weighed([_with_episodes(g, e) for g, e in zip(groups, episodes, strict=True)], minibatches, stats)
@@ -194,6 +199,21 @@ def _train_sample(
         reward=own_reward if algorithm.critic else 0.0,
         hint=sample.hint if algorithm.teacher == "hint" else None,
     )
+
+
+def _without_old(train: TrainSample, sample: Sample, oldest: int) -> TrainSample:
+    """The sample without the weights of tokens that a version below `oldest` sampled (-1 is a teacher, of no age)."""
+    old_T = (sample.versions >= 0) & (sample.versions < oldest)
+    if not old_T.any():
+        return train
+    fields = ("pg_weight", "ce_weight", "kl_weight", "entropy_weight")
+    streams = {name: getattr(train, name) for name in fields}
+    kept = {
+        name: np.where(old_T, 0, weight if isinstance(weight, np.ndarray) else weight * (sample.mask == 1))
+        for name, weight in streams.items()
+        if np.any(weight)
+    }
+    return replace(train, **{name: weight_T.astype(np.float32) for name, weight_T in kept.items()})
 
 
 def _observed(sample: Sample, weight: float) -> np.ndarray:

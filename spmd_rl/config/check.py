@@ -77,12 +77,17 @@ AT_LEAST = {
     "deployment.train_ranks": 0,
     "deployment.infer_ranks": 0,
     "deployment.teacher_ranks": 0,
+    "orchestrator.max_token_lag": 0,
+    "orchestrator.max_off_policy_steps": 0,
+    "clock.steps_per_tick": 1,
+    "clock.train_ticks": 1,
     "weights.probe_sequences": 0,
     "weights.probe_length": 2,
     "weights.max_k3": 0,
     "ckpt.export_interval": 0,
     "ckpt.interval": 0,
     "ckpt.keep": 0,
+    "ckpt.keep_every": 0,
     "data.batch_size": 1,
     "data.eval_interval": 0,
     "data.fake_length": 2,
@@ -369,8 +374,6 @@ def _guard(c: Config) -> Iterator[str]:
             f"2 × {c.guard.window} steps that the guard judges by, and it would be deleted by then; set keep to "
             f"{needed} or more, or 0 to keep all"
         )
-    if c.ckpt.resume:
-        yield f"ckpt.resume = {c.ckpt.resume}: a run of RL can't be resumed yet; main.py sft can"
 
 
 def _deadlines(c: Config) -> Iterator[str]:

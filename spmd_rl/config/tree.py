@@ -226,6 +226,8 @@ class OrchestratorConfig:
     source: tuple[SourceConfig, ...] = (SourceConfig(env="reverse"),)
     eval: EvalConfig = field(default_factory=EvalConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    max_token_lag: int = 0  # sampled tokens older than so many optimizer steps are not trained on; 0 = all are
+    max_off_policy_steps: int = 0  # rollouts that run for more optimizer steps than that are dropped; 0 = never
     max_error_rate: float = 0.2  # the run stops when more than this share of recent rollouts failed
     shuffle_rewards: bool = False  # a control: rewards are permuted inside each batch, so nothing may be learned
 
@@ -265,13 +267,21 @@ class WeightsConfig:
     probe_length: int = 24  # tokens per probe sequence at most
     max_k3: float = 0.0  # limit of the same-version mismatch; 0 = 1e-8 in float32, 1e-2 in bfloat16
     strict: bool = False  # above the limit: stop instead of warning
+    mode: Literal["in_flight", "drain", "recompute"] = "in_flight"  # what happens to requests while weights are swapped
 
 
 @dataclass(frozen=True)
 class ClockConfig:
-    """The exchange between rank 0 and the leaders."""
+    """The exchange between rank 0 and the leaders.
 
-    period_ms: float = 20.0  # a tick starts at once when there are decisions, else after this time
+    free: as fast as everybody can. lockstep: what happens when is counted in ticks, not in time, so that two runs of
+    one config are equal bit for bit; whoever is early waits.
+    """
+
+    mode: Literal["free", "lockstep"] = "free"
+    period_ms: float = 20.0  # free: a tick starts at once when there are decisions, else after this time
+    steps_per_tick: int = 8  # lockstep: engine steps, idle ones counted
+    train_ticks: int = 4  # lockstep: how long an optimizer step takes
 
 
 @dataclass(frozen=True)
@@ -293,7 +303,8 @@ class CkptConfig:
     export_interval: int = 0  # optimizer steps between Hugging Face exports; 0 = only at the end
     interval: int = 0  # optimizer steps between checkpoints (weights, optimizer, place in the data); 0 = none
     keep: int = 2  # newest checkpoints that stay; 0 = all
-    resume: str = ""  # sft: a checkpoint's folder, or "latest" of output_dir
+    keep_every: int = 0  # checkpoints of steps that this divides stay for ever; 0 = none
+    resume: str = ""  # a checkpoint's folder, or "latest" of output_dir
 
 
 @dataclass(frozen=True)

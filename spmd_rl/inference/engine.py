@@ -22,7 +22,7 @@ from spmd_rl.inference.build import model_runner
 from spmd_rl.inference.noise import SEED_KEY
 from spmd_rl.inference.swap import checked, swap_weights
 from spmd_rl.models.hf_folder import tensor_shapes
-from spmd_rl.world.messages import Generate, Generated, Probed, Refused
+from spmd_rl.world.messages import Generate, Generated, Partial, Probed, Refused
 
 PRIORITY_ROLLOUT, PRIORITY_PROBE = 0, -1  # lower goes first: a probe must not wait behind queued rollouts
 
@@ -31,10 +31,12 @@ PRIORITY_ROLLOUT, PRIORITY_PROBE = 0, -1  # lower goes first: a probe must not w
 class _Request:
     """A request in flight."""
 
-    id: int
+    asked: Generate
     handle: str  # vLLM's own id
-    salt: str
-    spans: list[tuple[int, int]]  # (number of tokens generated before, version that generates from there on)
+    begun: Partial  # what it had generated when vLLM was last given it
+    spans: list[
+        tuple[int, int]
+    ]  # since then: (number of tokens generated before, version that generates from there on)
 
 
 @dataclass
@@ -61,7 +63,6 @@ class Engine:
         self._runner = model_runner(llm)
         self._shapes = tensor_shapes(llm.model_config.model)
         self._live: dict[str, _Request] = {}
-        self._handles: dict[int, str] = {}
         self._probe: _Probe | None = None
         self._arrivals = 0
         self.steps, self.step_s, self.tokens = 0, 0.0, 0
@@ -78,44 +79,40 @@ class Engine:
 
     def add(self, request: Generate) -> Refused | None:
         """Queue a request; `Refused` says why the engine will not take it."""
-        from vllm import SamplingParams
         from vllm.exceptions import VLLMClientError  # no ValueError: vLLM has its own hierarchy
-        from vllm.sampling_params import RequestOutputKind
 
-        salt = request.salt or f"v{self.version}"
+        begun = request.begun or _nothing(request.id, request.salt or f"v{self.version}")
         try:
             self._check_vocabulary(request.tokens)
-            params = SamplingParams(
-                temperature=request.temperature,
-                max_tokens=request.max_tokens,
-                top_p=request.top_p,
-                top_k=request.top_k,
-                stop_token_ids=request.stop_token_ids,
-                ignore_eos=True,  # only the request's own stop tokens end it
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args={SEED_KEY: request.seed},
-            )
-            handle = self._submit(f"g{request.id}", request.tokens, salt, params, PRIORITY_ROLLOUT)
+            self._begin(request, begun)
         except (VLLMClientError, ValueError, TypeError) as error:
             return Refused(request.id, f"{type(error).__name__}: {error}")
-        self._live[f"g{request.id}"] = _Request(request.id, handle, salt, [(0, self.version)])
-        self._handles[request.id] = handle
         return None
+
+    def restart(self) -> list[Partial]:
+        """Begin all requests in flight anew behind their tokens, on empty caches; what they had, in order of admission.
+
+        After it, what an engine does depends on its weights and these requests alone, not on how it came here: KV of
+        older versions and the prefix cache are gone. An engine that is given the same in `Generate.begun` goes on
+        bit for bit alike.
+        """
+        live = list(self._live.values())
+        partials = [self._partial(request) for request in live]
+        self._llm.abort_request([request.handle for request in live], internal=True)
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine's KV cache could not be reset: something still holds blocks of it")
+        for request, partial in zip(live, partials, strict=True):
+            self._begin(request.asked, partial)
+        return partials
 
     def cancel(self, id: int) -> Generated | None:
         """Forget a request; None if it is not in flight (any more)."""
-        handle = self._handles.pop(id, None)
-        if handle is None:
+        request = self._live.pop(f"g{id}", None)
+        if request is None:
             return None
-        self._llm.abort_request([handle], internal=True)
-        request = self._live.pop(f"g{id}")
-        empty = np.zeros(0)
-        return Generated(
-            id, empty.astype(np.int32), empty.astype(np.float32), empty.astype(np.int32), "aborted", request.salt
-        )
+        self._llm.abort_request([request.handle], internal=True)
+        empty = _nothing(id, request.begun.salt)
+        return Generated(id, empty.tokens, empty.logprobs, empty.versions, "aborted", empty.salt)
 
     def probe(self, sequences: list[np.ndarray]) -> None:
         """Score sequences with the current weights; `step` returns a `Probed` when all are done."""
@@ -176,16 +173,51 @@ class Engine:
         prompt = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
         return self._llm.add_request(name, prompt, params, arrival_time=float(self._arrivals), priority=priority)
 
+    def _begin(self, asked: Generate, begun: Partial) -> None:
+        """Give vLLM a request: what was generated already stands in its prompt."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=asked.temperature,
+            max_tokens=asked.max_tokens - len(begun.tokens),
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            stop_token_ids=asked.stop_token_ids,
+            ignore_eos=True,  # only the request's own stop tokens end it
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={SEED_KEY: asked.seed},
+        )
+        name, tokens = f"g{asked.id}", np.concatenate([asked.tokens, begun.tokens])
+        handle = self._submit(name, tokens, begun.salt, params, PRIORITY_ROLLOUT)
+        self._live[name] = _Request(asked, handle, begun, [(0, self.version)])
+
+    def _partial(self, request: _Request) -> Partial:
+        """What a request in flight has; vLLM itself shows nothing of it before the end (FINAL_ONLY)."""
+        state = self._llm.output_processor.request_states[request.handle]
+        return self._joined(request, state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs)
+
+    def _joined(self, request: _Request, new_tokens: list[int], new_logprobs: list[float]) -> Partial:
+        """Everything that was generated for a request, before and since it was last begun."""
+        begun = request.begun
+        starts = [start for start, _ in request.spans] + [len(new_tokens)]
+        versions = np.repeat([version for _, version in request.spans], np.diff(starts))
+        return Partial(
+            begun.id,
+            np.concatenate([begun.tokens, np.asarray(new_tokens, dtype=np.int32)]),
+            np.concatenate([begun.logprobs, np.asarray(new_logprobs, dtype=np.float32)]),
+            np.concatenate([begun.versions, versions.astype(np.int32)]),
+            begun.salt,
+        )
+
     def _generated(self, output: Any) -> Generated:
-        request = self._live.pop(output.request_id)
-        del self._handles[request.id]
-        completion = output.outputs[0]
-        tokens = np.asarray(completion.token_ids, dtype=np.int32)
-        logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32)
-        starts = [start for start, _ in request.spans] + [len(tokens)]
-        versions = np.repeat([version for _, version in request.spans], np.diff(starts)).astype(np.int32)
-        self.tokens += len(tokens)
-        return Generated(request.id, tokens, logprobs, versions, completion.finish_reason, request.salt)
+        request, completion = self._live.pop(output.request_id), output.outputs[0]
+        whole = self._joined(request, completion.token_ids, completion.logprobs.logprobs)
+        self.tokens += len(completion.token_ids)
+        return Generated(whole.id, whole.tokens, whole.logprobs, whole.versions, completion.finish_reason, whole.salt)
 
     def _probed(self, output: Any) -> list[Probed]:
         probe = self._probe
@@ -196,3 +228,8 @@ class Engine:
             return []
         self._probe = None
         return [Probed(self._rank, probe.version, probe.logprobs)]
+
+
+def _nothing(id: int, salt: str) -> Partial:
+    """Nothing generated yet."""
+    return Partial(id, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), salt)

@@ -1,8 +1,12 @@
 """What an inference rank does: step its engine for ever, and between two steps do what rank 0 decided.
 
 The engine never waits for a tick, nor for weights: the leader takes what the last tick brought, starts a pull on the
-receiver's thread, and swaps a version in when it is complete. In a tensor-parallel replica the leader tells its
-followers, before each step, what it is about to do, so that every rank's scheduler takes the same step.
+receiver's thread, and swaps a version in when it is complete. In lockstep it waits for both: each tick is so many
+steps, and a swap belongs to a tick. In a tensor-parallel replica the leader tells its followers, before each step, what
+it is about to do, so that every rank's scheduler takes the same step.
+
+What becomes of requests in flight when weights are swapped (`weights.mode`): they go on with their KV cache
+(in_flight), they are finished first while new ones wait (drain), or they begin anew behind their tokens (recompute).
 
 It refuses to know about tasks, rewards and trainers.
 """
@@ -22,7 +26,19 @@ from spmd_rl.inference.build import build_engine
 from spmd_rl.inference.engine import Engine
 from spmd_rl.models.hf_config import resolve
 from spmd_rl.world.clock import Leader
-from spmd_rl.world.messages import Cancel, Decision, EngineLoad, Generate, Pull, Pulled, Ready, Stop
+from spmd_rl.world.messages import (
+    Cancel,
+    Decision,
+    EngineLoad,
+    Fence,
+    Fenced,
+    Generate,
+    Pull,
+    Pulled,
+    Ready,
+    Stop,
+    Tick,
+)
 from spmd_rl.world.pipe import Pipe
 from spmd_rl.world.weights import Receiver
 from spmd_rl.world.wire import decode, encode
@@ -40,9 +56,9 @@ class Arrived:
 
 
 class Turn(msgspec.Struct):
-    """What all ranks of a replica do next, in this order: decisions, swap, one step."""
+    """What all ranks of a replica do next, in this order: swap, decisions, one step."""
 
-    decisions: list[Decision]
+    decisions: list[Decision] = []
     swap: int = -1  # policy version to swap in; -1 = none
     step: bool = False
 
@@ -87,30 +103,78 @@ class ReplicaRank:
         weights = [group for name, group in world.groups.items() if name.startswith("weights/")]
         arrived = (lambda version: clock.inbox.put(Arrived(version))) if clock else (lambda version: None)
         self._receiver = Receiver(weights, world.device, arrived, world.watchdog.fail) if weights else None
+        self._lockstep = world.config.clock.mode == "lockstep"
+        self._drains = world.config.weights.mode == "drain"
+        self._recomputes = world.config.weights.mode == "recompute"
         self._pulls: deque[Pull] = deque()  # decided, not begun: one version at a time is in the staging buffers
-        self._pulling = False
-        self._arrived: int | None = None
+        self._pulling: Pull | None = None
+        self._arrived = False  # what is pulled is complete
+        self._held: list[Decision] = []  # requests that wait for a swap (drain)
         self._probe: list[np.ndarray] = []
         self._told_load = 0.0
 
     def lead(self) -> None:
         """The leader's loop."""
-        while self.turn():
-            pass
+        going = True
+        while going:
+            decisions = self._take()
+            if decisions and isinstance(tick := decisions[-1], Tick):
+                going = self._tick(decisions[:-1], tick)
+                self._clock.ticked()
+            else:
+                going = self._turn(decisions)
 
-    def turn(self) -> bool:
-        """One round of the leader: take what came, tell the followers, do it. False when the run is over."""
-        decisions = self._take()
-        if self._pulls and not self._pulling:
-            decisions.append(self._pulls.popleft())
-            self._pulling = True
+    def _turn(self, decisions: list[Decision]) -> bool:
+        """One round at the engine's own pace: what came, a swap if one can be done, one step. False at the end."""
+        if self._arrived and self._drains:
+            decisions = self._hold(decisions)
+        self._begin_pull(decisions)
         swap = -1
-        if self._arrived is not None and not self._engine.probing:
-            swap, self._arrived = self._arrived, None
+        if self._arrived and not self._engine.probing and not (self._drains and self._engine.busy):
+            swap = self._pulling.version
+            decisions, self._held = [*self._held, *decisions], []
         # Requests of this turn make the engine busy; followers come to the same answer.
         step = self._engine.busy or swap >= 0 or any(isinstance(d, Generate) for d in decisions)
-        turn = Turn(decisions, swap, step)
-        if self._down and (decisions or step):
+        return self._say_and_do(Turn(decisions, swap, step))
+
+    def _tick(self, decisions: list[Decision], tick: Tick) -> bool:
+        """A whole tick of lockstep: what came, the swaps that belong here, and its steps. False at the end."""
+        due = self._pulling is not None and self._pulling.tick <= tick.number
+        if due and self._drains:
+            decisions = self._hold(decisions)
+        self._begin_pull(decisions)
+        going = self._say_and_do(Turn(decisions))
+        while going and self._pulling is not None and self._pulling.tick <= tick.number:
+            self._receiver.wait(self._world.config.deadlines.step_s)
+            while self._drains and self._engine.busy:
+                self._say_and_do(Turn(step=True))
+            held, self._held = self._held, []
+            self._say_and_do(Turn(swap=self._pulling.version))
+            while self._engine.probing:  # the next swap must not depend on how long this one's probe takes
+                self._say_and_do(Turn(step=True))
+            self._begin_pull(held)
+            self._say_and_do(Turn(held))
+        for _ in range(tick.steps if going else 0):
+            self._say_and_do(Turn(step=self._engine.busy))
+        return going
+
+    def _hold(self, decisions: list[Decision]) -> list[Decision]:
+        """Keep new requests back; the other decisions."""
+        cancelled = {decision.id for decision in decisions if isinstance(decision, Cancel)}
+        self._held += [d for d in decisions if isinstance(d, Generate)]
+        self._held = [d for d in self._held if d.id not in cancelled]
+        return [d for d in decisions if not isinstance(d, Generate)]
+
+    def _begin_pull(self, decisions: list[Decision]) -> None:
+        """Move pulls out of what was decided, and the next one back in when its turn has come."""
+        self._pulls.extend(d for d in decisions if isinstance(d, Pull))
+        decisions[:] = [d for d in decisions if not isinstance(d, Pull)]
+        if self._pulls and self._pulling is None:
+            self._pulling = self._pulls.popleft()
+            decisions.append(self._pulling)
+
+    def _say_and_do(self, turn: Turn) -> bool:
+        if self._down and (turn.decisions or turn.swap >= 0 or turn.step):
             self._tell_followers(turn)
         return self._do(turn)
 
@@ -123,10 +187,11 @@ class ReplicaRank:
                 return
 
     def _take(self) -> list[Decision]:
-        """Everything that has come down; waits only while there is nothing to step."""
+        """Everything that has come down; waits only while there is nothing to step, in lockstep for a whole tick."""
         decisions: list[Decision] = []
-        block = not self._engine.busy and self._arrived is None and (self._pulling or not self._pulls)
+        waits = not self._engine.busy and not self._arrived and (self._pulling is not None or not self._pulls)
         while True:
+            block = self._lockstep or (waits and not decisions)
             try:
                 if block:
                     with self._world.watchdog.stage("idle"):
@@ -134,14 +199,15 @@ class ReplicaRank:
                 else:
                     item = self._clock.inbox.get_nowait()
             except queue.Empty:
-                return decisions
-            block = False
+                if not self._lockstep:
+                    return decisions
+                continue
             if isinstance(item, Arrived):
-                self._arrived = item.version
-            elif isinstance(item, Pull):
-                self._pulls.append(item)
+                self._arrived, waits = not self._lockstep, False  # in lockstep a swap waits for its tick instead
             else:
                 decisions.append(item)
+            if isinstance(item, Tick | Stop):
+                return decisions
 
     def _tell_followers(self, turn: Turn) -> None:
         data = encode(turn)
@@ -150,12 +216,16 @@ class ReplicaRank:
 
     def _do(self, turn: Turn) -> bool:
         """Take the turn; False when the run is over."""
+        if turn.swap >= 0:  # first: requests of this turn belong to the new version
+            self._swap(turn.swap)
         for decision in turn.decisions:
             match decision:
                 case Generate():
                     self._tell(self._engine.add(decision))
                 case Cancel():
                     self._tell(self._engine.cancel(decision.id))
+                case Fence():
+                    self._tell(Fenced(self._world.rank, self._engine.restart()))
                 case Pull():
                     self._probe = decision.probe
                     self._receiver.begin(decision.version)
@@ -163,8 +233,6 @@ class ReplicaRank:
                     if self._receiver:
                         self._receiver.close(self._world.config.deadlines.step_s)
                     return False
-        if turn.swap >= 0:
-            self._swap(turn.swap)
         if turn.step and self._engine.busy:
             with self._world.watchdog.stage("engine step", self._world.config.deadlines.step_s):
                 for event in self._engine.step():
@@ -179,7 +247,9 @@ class ReplicaRank:
             plan = self._receiver.plan(deadline_s)
             started = time.perf_counter()
             self._engine.swap(version, self._receiver.tensors(), plan.names)
-            self._pulling = False
+            if self._recomputes:
+                self._engine.restart()
+            self._pulling, self._arrived = None, False
             stall_s = time.perf_counter() - started
             self._tell(Pulled(self._world.rank, version, plan.nbytes, self._receiver.receive_s, stall_s))
             if self._probe:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -100,12 +100,19 @@ class Metrics:
         self.close()
 
 
-def truncate_metrics(folder: str | Path, step: int) -> None:
-    """Take out what was logged after `step`, for a run that goes on from there. No file is fine."""
+def truncate_metrics(folder: str | Path, step: int, phases: Collection[str] = ()) -> None:
+    """Take out what was logged after `step` (in these phases; empty = all), for a run that goes on from there.
+
+    No file is fine.
+    """
+
+    def stays(record: dict[str, Any]) -> bool:
+        return record["step"] <= step or bool(phases and record["phase"] not in phases)
+
     path = Path(folder) / FILE_NAME
     if not path.exists():
         return
-    kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
+    kept = [json.dumps(record) + "\n" for record in read_metrics(path) if stays(record)]
     writing = path.with_suffix(".tmp")
     writing.write_text("".join(kept), encoding="utf-8")
     writing.replace(path)

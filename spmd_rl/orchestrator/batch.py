@@ -47,17 +47,22 @@ def make_batch(
     algorithm: Algorithm,
     memory: Memory,
     seed: int,
+    oldest: int = 0,
 ) -> Batch:
     """Let the algorithm weigh the groups, each minibatch with denominators of its own.
 
     `dropped` are the groups of equal rewards that others took the place of: they are in the statistics of rewards,
     which would speak of the undecided tasks alone without them. With `shuffle_rewards` (a control) rewards change
-    places first; `seed` is that of the shuffle.
+    places first; `seed` is that of the shuffle. Tokens of policy versions below `oldest` are not trained on.
     """
     rewarded = shuffle_rewards(groups, seed) if config.shuffle_rewards else groups
-    weighed = weigh(rewarded, algorithm, config, memory)
+    weighed = weigh(rewarded, algorithm, config, memory, oldest)
     stats = weighed.stats | reward_stats([*groups, *dropped]) | {"groups/refilled": float(len(dropped))}
-    return Batch(weighed.groups, weighed.minibatches, stats)
+    batch = Batch(weighed.groups, weighed.minibatches, stats)
+    if config.max_token_lag:
+        versions = np.concatenate([s.versions[s.mask == 1] for e in batch.episodes if e.valid for s in e.samples])
+        batch.stats["lag/masked"] = float(np.mean((versions >= 0) & (versions < oldest))) if len(versions) else 0.0
+    return batch
 
 
 def shuffle_rewards(groups: Sequence[Group], seed: int) -> list[Group]:

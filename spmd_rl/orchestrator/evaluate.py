@@ -32,10 +32,7 @@ async def evaluate(services: Services, envs: list[Environment], step: int) -> tu
         seed = seed_of(services.config.seed, "eval", step, task.source, task.index, sample)
         rollout = EVAL_IDS + number * (config.eval.samples + 1) + sample
         policy = services.policy(sampling, group=EVAL_IDS + number, rollout=rollout, seed=seed)
-        try:
-            return await services.rollouts.run(env, task, policy)
-        finally:
-            services.router.forget_rollout(EVAL_IDS + number, rollout)
+        return await services.attempt(env, task, policy)
 
     samplings = [greedy] + [sampled] * config.eval.samples
     jobs = [run(n, i, sampling) for n in range(len(tasks)) for i, sampling in enumerate(samplings)]

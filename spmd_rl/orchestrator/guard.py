@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from spmd_rl.config.tree import GuardConfig
 
@@ -58,6 +59,15 @@ class Guard:
         for at, metrics in kept:
             if at <= step:
                 self.watch(at, metrics)
+
+    def state(self) -> list[Any]:
+        """The history, for a snapshot."""
+        return [[step, metrics] for step, metrics in self._history]
+
+    def restore(self, state: list[Any]) -> None:
+        """Watch the history of a snapshot again."""
+        for step, metrics in state:
+            self.watch(step, metrics)
 
     def _reasons(self) -> Iterator[str]:
         config, window = self._config, self._config.window

@@ -9,10 +9,10 @@ Invariant: every request is answered exactly once, or its future ends with the r
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from spmd_rl.orchestrator.records import Answered, Asked, Log, NoLog, checksum
 from spmd_rl.world.messages import Cancel, Decision, EngineLoad, Event, Generate, Generated, Order, Refused, Stop
 
 
@@ -48,8 +48,9 @@ class Link:
         self.loads: dict[int, EngineLoad] = {}  # newest counters by rank
         self.tokens = 0  # generated so far, as reported with finished requests
         self.heard = 0  # events so far that mean progress
+        self.log: Log = NoLog()  # of requests and answers
+        self.next_id = 0
         self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count()
         self._waiting: dict[int, asyncio.Future[Generated]] = {}
         self._listeners: dict[type, Callable[[Any], None]] = {}
         self._clock: Decides | None = None
@@ -67,15 +68,23 @@ class Link:
         """Bring an event onto the event loop; callable from any thread."""
         self._loop.call_soon_threadsafe(self._handle, event)
 
-    async def generate(self, replica: int, **request: Any) -> Generated:
-        """Ask a replica for a generation (fields of `Generate` but for its id). RefusedError when it does not take it.
+    def new_id(self) -> int:
+        """An id that no request has had."""
+        self.next_id += 1
+        return self.next_id - 1
+
+    async def generate(self, replica: int, *, id: int | None = None, rollout: int = -1, **request: Any) -> Generated:
+        """Ask a replica for a generation (fields of `Generate`; `id` from `new_id`). RefusedError when it refuses.
 
         Cancelling the caller cancels the request.
         """
-        id = next(self._ids)
+        id = self.new_id() if id is None else id
         future: asyncio.Future[Generated] = self._loop.create_future()
         self._waiting[id] = future
-        self.decide(replica, Generate(id=id, **request))
+        generate = Generate(id=id, **request)
+        if generate.begun is None:  # else it was asked in an earlier life of the run
+            self.log.append(Asked(id, replica, rollout, len(generate.tokens), checksum(generate.tokens)))
+        self.decide(replica, generate)
         try:
             return await future
         except asyncio.CancelledError:
@@ -106,6 +115,14 @@ class Link:
         self.order_all(Stop())
         self._clock.stop()
 
+    def state(self) -> dict[str, Any]:
+        """Counters, for a snapshot."""
+        return {"next_id": self.next_id, "tokens": self.tokens}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Count on from a snapshot."""
+        self.next_id, self.tokens = state["next_id"], state["tokens"]
+
     @property
     def waiting(self) -> int:
         """Requests that engines have not answered yet."""
@@ -116,6 +133,8 @@ class Link:
         match event:
             case Generated():
                 self.tokens += len(event.tokens)
+                sums = checksum(event.tokens, event.logprobs, event.versions)
+                self.log.append(Answered(event.id, len(event.tokens), sums, event.stop_reason))
                 future = self._waiting.get(event.id)
                 if future is not None and not future.done():
                     future.set_result(event)

@@ -2,20 +2,66 @@
 
 One `RolloutPolicy` belongs to one rollout: its seed decides all of its sampling noise, and its KV-cache salt stays
 that of the version it began with, so later turns reuse its own cached prefix and nobody else's older one.
+
+It remembers its calls. A run that is taken up again runs its open rollouts from their beginning: the policy gives the
+answers of then, and what had no answer goes on behind its tokens. So an environment needs no state that can be saved,
+as long as it does the same when it hears the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from spmd_rl.config.tree import SamplingConfig
 from spmd_rl.envs.protocol import Generation
+from spmd_rl.orchestrator.gate import Gate
 from spmd_rl.orchestrator.link import Link
+from spmd_rl.orchestrator.records import checksum
 from spmd_rl.orchestrator.router import Router
+from spmd_rl.world.messages import Generated, Partial
 
 
 class PromptTooLong(ValueError):
     """No room is left for a single new token."""
+
+
+class ChangedCourse(RuntimeError):
+    """A rollout that was taken up again asked for something else than the first time."""
+
+
+@dataclass
+class Call:
+    """One generation that a rollout asked for."""
+
+    prompt: int  # checksum of its tokens
+    request: int = -1  # id
+    replica: int = -1
+    answer: Generated | None = None
+    partial: Partial | None = None  # of a request that was in flight when its engine was asked
+
+    def plain(self) -> dict[str, Any]:
+        """For a snapshot."""
+        return {
+            "prompt": self.prompt,
+            "request": self.request,
+            "replica": self.replica,
+            "answer": _columns(self.answer),
+            "partial": _columns(self.partial),
+        }
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Call:
+        """What was in the snapshot."""
+        answer, partial = plain["answer"], plain["partial"]
+        call = cls(plain["prompt"], plain["request"], plain["replica"])
+        call.answer = Generated(**answer) if answer else None
+        call.partial = Partial(**partial) if partial else None
+        return call
 
 
 class RolloutPolicy:
@@ -26,12 +72,14 @@ class RolloutPolicy:
         rollout: id that no other rollout of the run has.
         first_replica: what the router calls replica 0.
         seq_len: longest sequence, in tokens, that engine and trainer hold.
+        past: its calls in an earlier life of the run; those without an answer and a partial are not among them.
     """
 
     def __init__(
         self,
         link: Link,
         router: Router,
+        gate: Gate,
         sampling: SamplingConfig,
         stop_token_ids: list[int],
         seq_len: int,
@@ -40,11 +88,27 @@ class RolloutPolicy:
         group: int,
         rollout: int,
         seed: int,
+        past: list[Call] | None = None,
     ) -> None:
         self.sampling = sampling
-        self._link, self._router, self._stops, self._seq_len = link, router, stop_token_ids, seq_len
+        self.calls: list[Call] = []
+        self.changed_course = False
+        self._link, self._router, self._gate = link, router, gate
+        self._stops, self._seq_len = stop_token_ids, seq_len
         self._group, self._rollout, self._seed = group, rollout, seed
         self._salt, self._first_replica = "", first_replica
+        self._past = past or []
+
+    @asynccontextmanager
+    async def attempt(self) -> AsyncIterator[None]:
+        """Around the rollout: what it does between its calls, and its end, happen when the gate lets them."""
+        self._gate.enter(self._rollout)
+        try:
+            yield
+            await self._gate.land(self._rollout)
+        finally:
+            self._gate.leave(self._rollout)
+            self._router.forget_rollout(self._group, self._rollout)
 
     async def generate(self, tokens: np.ndarray, sampling: SamplingConfig) -> Generation:
         """Sample a continuation of `tokens` (int32[T]). PromptTooLong when T leaves no room below `seq_len`."""
@@ -54,22 +118,54 @@ class RolloutPolicy:
                 f"a prompt of {len(tokens)} tokens leaves no room in seq_len = {self._seq_len}: "
                 "raise seq_len, or make the environment's prompts shorter"
             )
-        replica = self._router.place(self._group, self._rollout, len(tokens))
-        try:
-            done = await self._link.generate(
-                self._first_replica + replica,
-                tokens=tokens.astype(np.int32),
-                max_tokens=min(sampling.max_tokens, room),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=self._seed,
-                stop_token_ids=[] if sampling.ignore_eos else self._stops,
-                salt=self._salt,
-            )
-        except BaseException:
-            self._router.done(replica, self._group, self._rollout, 0)
-            raise
-        self._router.done(replica, self._group, self._rollout, len(tokens) + len(done.tokens))
-        self._salt = done.salt
+        call = self._next_call(tokens)
+        if call.answer is None:
+            call.answer = await self._ask(call, tokens, sampling, room)
+        self._salt = call.answer.salt
+        done = call.answer
         return Generation(done.tokens, done.logprobs, done.versions, done.stop_reason)
+
+    def _next_call(self, tokens: np.ndarray) -> Call:
+        number, prompt = len(self.calls), checksum(tokens)
+        again = number < len(self._past)
+        if again and self._past[number].prompt != prompt:
+            self.changed_course = True
+            raise ChangedCourse(
+                f"call {number} of this rollout asks for other tokens than before the run was taken up again: the "
+                "environment is not the same when it hears the same"
+            )
+        self.calls.append(self._past[number] if again else Call(prompt))
+        return self.calls[-1]
+
+    async def _ask(self, call: Call, tokens: np.ndarray, sampling: SamplingConfig, room: int) -> Generated:
+        """Ask an engine, or ask it again for what was in flight; `call` learns which one it is."""
+        if call.partial is None or call.replica < 0:
+            if call.partial is None:
+                await self._gate.land(self._rollout)
+            call.replica = self._router.place(self._group, self._rollout, len(tokens))
+        call.request = self._link.new_id() if call.request < 0 else call.request
+        length = 0
+        try:
+            with self._gate.away(self._rollout):
+                done = await self._link.generate(
+                    self._first_replica + call.replica,
+                    id=call.request,
+                    rollout=self._rollout,
+                    tokens=tokens.astype(np.int32),
+                    max_tokens=min(sampling.max_tokens, room),
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    seed=self._seed,
+                    stop_token_ids=[] if sampling.ignore_eos else self._stops,
+                    salt=call.partial.salt if call.partial else self._salt,
+                    begun=call.partial,
+                )
+            length = len(tokens) + len(done.tokens)
+        finally:
+            self._router.done(call.replica, self._group, self._rollout, length)
+        return done
+
+
+def _columns(message: Generated | Partial | None) -> dict[str, Any] | None:
+    return None if message is None else {name: getattr(message, name) for name in message.__struct_fields__}

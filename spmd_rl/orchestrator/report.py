@@ -41,6 +41,14 @@ class Report:
         self.rewards: list[float] = []
         self._collapsed = False  # as of the last step
 
+    def state(self) -> dict[str, Any]:
+        """What was counted and evaluated so far, for a snapshot."""
+        return {"tokens": self._tokens, "evaluations": self.evaluations, "rewards": self.rewards}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Count on from a snapshot."""
+        self._tokens, self.evaluations, self.rewards = state["tokens"], state["evaluations"], state["rewards"]
+
     def start(self, phase: str, pull: dict[str, float] | None = None) -> None:
         """A phase begins; `pull` is what publishing its first version showed."""
         self._count_from_here()
@@ -62,7 +70,10 @@ class Report:
         pull: dict[str, float],
         collapse: Collapse | None = None,
     ) -> None:
-        """An optimizer step is complete, and its weights are on all engines; `collapse` is what the guard saw."""
+        """An optimizer step is complete, and its weights are on all engines; `collapse` is what the guard saw.
+
+        `pull` is empty for a step that a run takes again when it is taken up: nobody samples from that version.
+        """
         lags, step_s = batch.lags(step), self._lap()
         tokens = batch.tokens
         record = {
@@ -99,6 +110,19 @@ class Report:
         self._collapsed = False
         self._log({"phase": "rl", "step": step, "version": step, "guard/rolled_back": 1.0, **pull})
         self._progress.write(f"step {step}: went back to {folder}; {dropped} groups of the collapsed policy dropped\n")
+
+    def taken_up(self, folder: str, saved: int, step: int, pull: dict[str, float]) -> None:
+        """The run goes on from a checkpoint; steps between `saved` and `step` were taken again from the journal."""
+        again = f", after {step - saved} steps from the journal" if step > saved else ""
+        self._progress.write(f"taken up from {folder}: version {step} serves{again}\n")
+        self._warn_mismatch(step, pull)
+        tokens = self._tokens
+        self._count_from_here()
+        self._tokens = tokens
+
+    def steered(self, step: int, command: str) -> None:
+        """Somebody told the run something."""
+        self._progress.write(f"steered before step {step}: {command}\n")
 
     def _show_first(self, batch: Batch) -> None:
         """What the first batch looks like to the loss, and whether anything can be learned from it."""

@@ -7,6 +7,9 @@ torch: what owns process groups is imported where it is started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,17 +22,26 @@ from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.plots import reward_png
 from spmd_rl.observe.progress import Progress
 from spmd_rl.orchestrator import preflight
+from spmd_rl.orchestrator.gate import Gate, OrderedGate, QuietLoop
 from spmd_rl.orchestrator.link import Link
-from spmd_rl.orchestrator.loop import Loop, watch_progress
+from spmd_rl.orchestrator.lockstep import Lockstep
+from spmd_rl.orchestrator.loop import Loop
+from spmd_rl.orchestrator.past import Past, find_past, open_journal
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.router import Router
 from spmd_rl.orchestrator.sampler import Services
+from spmd_rl.orchestrator.stall import watch_progress
+from spmd_rl.orchestrator.steering import Steering
 from spmd_rl.orchestrator.versions import Versions, probe_set
+from spmd_rl.world.journal import Journal
 from spmd_rl.world.messages import Ready
 
 if TYPE_CHECKING:
+    from spmd_rl.world.orders import Dispatcher
     from spmd_rl.world.world import World
+
+Leave = Callable[[], Awaitable[Any]]
 
 
 @dataclass
@@ -40,6 +52,7 @@ class Parts:
     envs: list[Environment]
     stop_token_ids: list[int]
     probe: list = field(default_factory=list)
+    past: Past | None = None
 
 
 def run(world: World, output: RankOutput, loop_type: type[Loop] = Loop) -> None:
@@ -47,22 +60,25 @@ def run(world: World, output: RankOutput, loop_type: type[Loop] = Loop) -> None:
     config = world.config
     with world.watchdog.stage("preflight", config.deadlines.start_s):
         parts = _prepare(world)
+        journal = open_journal(config, parts.past)
     metrics = Metrics(
         config.output_dir,
         tensorboard=config.log.tensorboard,
         wandb_project=config.log.wandb_project if config.log.wandb else "",
         config=asdict(config),
+        append=parts.past is not None,
     )
     progress = Progress(config.log.progress, {"warmup": config.warmup.steps, "rl": config.max_steps}, output.screen)
     output.show = progress.write
-    with metrics, progress:
-        report = asyncio.run(_orchestrate(world, parts, metrics, progress, loop_type))
+    with metrics, progress, contextlib.closing(journal), asyncio.Runner(loop_factory=QuietLoop) as runner:
+        loop = runner.run(_orchestrate(world, parts, journal, metrics, progress, loop_type))
         picture = reward_png(metrics.path, Path(config.output_dir) / "reward.png")
-    print(farewell(config, report, picture))
+    print(farewell(config, loop.report, picture, loop.stopped_at))
 
 
 def _prepare(world: World) -> Parts:
     config = world.config
+    past = find_past(config, world.resume) if world.resume else None  # before anything is touched
     folder = resolve(config.model.name)
     preflight.check_disk(config)
     model_config = read_config(folder)
@@ -73,39 +89,72 @@ def _prepare(world: World) -> Parts:
     count = config.weights.probe_sequences
     prompts = [env.prompt(env.task(i, "train")) for i in range(count) for env in envs][:count]
     probe = probe_set(prompts, min(config.weights.probe_length, config.seq_len - 1))
-    return Parts(tokenizer, envs, preflight.stop_tokens(tokenizer, folder), probe)
+    return Parts(tokenizer, envs, preflight.stop_tokens(tokenizer, folder), probe, past)
 
 
 async def _orchestrate(
-    world: World, parts: Parts, metrics: Metrics, progress: Progress, loop_type: type[Loop]
-) -> Report:
-    from spmd_rl.world.clock import Conductor
+    world: World, parts: Parts, journal: Journal, metrics: Metrics, progress: Progress, loop_type: type[Loop]
+) -> Loop:
     from spmd_rl.world.orders import Dispatcher
 
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
     link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen))
-    members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
-    clock = Conductor(world.groups["ctl"], members, config.clock.period_ms / 1e3, link.deliver, watchdog.fail)
     orders = Dispatcher(world.groups["data"], [f"rank {rank} (trainer)" for rank in mesh.trainers], watchdog.fail)
-    link.connect(clock, orders)
+    gate = OrderedGate(asyncio.get_running_loop()) if config.clock.mode == "lockstep" else Gate()
     ready = _expect_ready(link, len(mesh.leaders))
-    clock.start()
+    steering = Steering(config.output_dir, progress.write)
+    lockstep, leave = _start_clock(world, link, orders, gate)
     orders.start()
-    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s):
-        beats = asyncio.create_task(watch_progress(link, config.deadlines.stall_s, watchdog.beat))
-        rollouts, stops = Rollouts(config), parts.stop_token_ids
-        services = Services(config, link, _router(config, link.replicas), rollouts, stops)
-        teacher = None
-        if link.frozen:
-            router = _router(config, link.frozen)
-            teacher = Services(config, link, router, rollouts, stops, first_replica=link.replicas)
-        report = Report(config, link, metrics, progress, parts.tokenizer.decode)
-        loop = loop_type(config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher)
-        await _first_error(_after(ready, loop.run()), beats)
+    rollouts, stops = Rollouts(config), parts.stop_token_ids
+    services = Services(config, link, _router(config, link.replicas), rollouts, stops, gate)
+    teacher = None
+    if link.frozen:
+        router = _router(config, link.frozen)
+        teacher = Services(config, link, router, rollouts, stops, gate, first_replica=link.replicas)
+    report = Report(config, link, metrics, progress, parts.tokenizer.decode)
+    loop = loop_type(
+        config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
+        journal, lockstep, steering, parts.past,
+    )  # fmt: skip
+    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s), _signals(steering):
+        watchers = [watch_progress(link, config.deadlines.stall_s, watchdog.beat), steering.watch()]
+        if lockstep:
+            watchers.append(lockstep.run())
+        await _first_error(_after(ready, loop.run()), [asyncio.create_task(watcher) for watcher in watchers])
         link.stop()
         await asyncio.to_thread(orders.join, config.deadlines.step_s)
-        await asyncio.to_thread(clock.join, config.deadlines.step_s)
-    return report
+        await leave()
+    return loop
+
+
+def _start_clock(world: World, link: Link, orders: Dispatcher, gate: Gate) -> tuple[Lockstep | None, Leave]:
+    """Connect the link to the clock that the config asks for; what to await at the end."""
+    from spmd_rl.world.clock import Conductor, Metronome
+
+    config, mesh, watchdog = world.config, world.mesh, world.watchdog
+    members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
+    if isinstance(gate, OrderedGate):
+        metronome = Metronome(world.groups["ctl"], members)
+        lockstep = Lockstep(config.clock, gate, metronome, orders, link.deliver, len(members))
+        link.connect(lockstep, lockstep)
+        return lockstep, lambda: asyncio.wait_for(lockstep.ended.wait(), config.deadlines.step_s)
+    clock = Conductor(world.groups["ctl"], members, config.clock.period_ms / 1e3, link.deliver, watchdog.fail)
+    link.connect(clock, orders)
+    clock.start()
+    return None, lambda: asyncio.to_thread(clock.join, config.deadlines.step_s)
+
+
+@contextlib.contextmanager
+def _signals(steering: Steering) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ask for the end: a checkpoint first."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        loop.add_signal_handler(number, steering.stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            loop.remove_signal_handler(number)
 
 
 def _router(config: Config, replicas: int) -> Router:
@@ -131,22 +180,27 @@ def _expect_ready(link: Link, count: int) -> asyncio.Event:
     return everybody
 
 
-async def _first_error(main: Any, beats: asyncio.Task) -> None:
-    """Run `main`; the first error of either, out of its exception group, ends the run."""
+async def _first_error(main: Coroutine[Any, Any, None], watchers: list[asyncio.Task[None]]) -> None:
+    """Run `main`; the first error of anybody, out of its exception group, ends the run.
+
+    Watchers that the end needs (a clock in lockstep) go on behind it.
+    """
     task = asyncio.ensure_future(main)
-    done, _ = await asyncio.wait({task, beats}, return_when=asyncio.FIRST_COMPLETED)
-    for finished in done:
-        error = finished.exception()
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        if error is not None:
-            raise error
-    beats.cancel()
+    while not task.done():
+        done, _ = await asyncio.wait({task, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+        for finished in done:
+            error = finished.exception()
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            if error is not None:
+                raise error
 
 
-def farewell(config: Config, report: Report, picture: Path) -> str:
+def farewell(config: Config, report: Report, picture: Path, stopped_at: int = -1) -> str:
     """What came out, where it lies, what to do next."""
     out = Path(config.output_dir)
+    if stopped_at >= 0:
+        return f"\nstopped after step {stopped_at}; go on with the same command and --ckpt.resume latest"
     lines = [""]
     if report.evaluations:
         first, last = report.evaluations[0], report.evaluations[-1]

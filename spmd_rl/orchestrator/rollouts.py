@@ -12,6 +12,7 @@ import math
 import traceback
 from collections import Counter, deque
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,15 @@ class Rollouts:
             episode = _failed(task, error)
         self._count(episode)
         return replace(episode, seconds=clock.time() - started)
+
+    def state(self) -> dict[str, Any]:
+        """Counts and errors so far, for a snapshot."""
+        return {"recent": list(self._recent), "first": self._first, "statuses": dict(self.statuses)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Count on from a snapshot."""
+        self._recent.extend(state["recent"])
+        self._first, self.statuses = list(state["first"]), Counter(state["statuses"])
 
     def _count(self, episode: Episode) -> None:
         self.statuses[episode.status] += 1

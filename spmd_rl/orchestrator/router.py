@@ -10,6 +10,7 @@ Invariants: queue depths are never negative, and all zero when nothing is in fli
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from typing import Any
 
 
 class _Seen:
@@ -67,6 +68,27 @@ class Router:
         """The group and all its rollouts are over."""
         self._groups.pop(group_id, None)
 
+    def state(self) -> dict[str, Any]:
+        """What was sent where, for a snapshot."""
+        groups = [
+            [
+                id,
+                seen.prompt_length,
+                list(seen.prompt.items()),
+                [[r, list(t.items())] for r, t in seen.rollouts.items()],
+            ]
+            for id, seen in self._groups.items()
+        ]
+        return {"depth": self.depth, "groups": groups}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Remember what was sent where, requests in flight included."""
+        self.depth = list(state["depth"])
+        for id, prompt_length, prompt, rollouts in state["groups"]:
+            seen = self._groups[id] = _Seen()
+            seen.prompt_length, seen.prompt = prompt_length, dict(prompt)
+            seen.rollouts.update({rollout: dict(tokens) for rollout, tokens in rollouts})
+
     def _touch(self, group_id: int) -> _Seen:
         seen = self._groups.setdefault(group_id, _Seen())
         self._groups.move_to_end(group_id)
@@ -79,3 +101,7 @@ class Router:
         own = seen.rollouts.get(rollout_id, {}).get(replica, 0)
         tokens = min(prompt_length, max(own, seen.prompt.get(replica, 0)))
         return tokens // self._block * self._block
+
+
+def _pairs(tokens: dict[int, int]) -> list[tuple[int, int]]:
+    return list(tokens.items())

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 Order = Literal["fifo", "window", "completion"]
 
@@ -103,6 +103,11 @@ class Window:
             self._line[group_id] = None
         return group_id
 
+    @property
+    def next_id(self) -> int:
+        """The id that the next admitted group gets."""
+        return self._next_id
+
     def version_of(self, group_id: int) -> int:
         """The version that an open group was admitted at."""
         return self._admitted[group_id]
@@ -143,6 +148,47 @@ class Window:
         self._training.update(batch)
         self._batches += 1
         return batch
+
+    def take_again(self, group_ids: list[int]) -> None:
+        """Hand out the batch that a run before this one, whose records are followed, handed out here."""
+        for group_id in group_ids:
+            if group_id in self._finished:
+                del self._finished[group_id]
+            elif group_id in self._batch:
+                self._batch.remove(group_id)
+            else:
+                raise ValueError(f"window: group {group_id} is not finished, so no batch can have held it")
+        self._trim()
+        self._training.update(group_ids)
+        self._batches += 1
+
+    def state(self) -> dict[str, Any]:
+        """Everything that `restore` needs, as plain data."""
+        return {
+            "next_id": self._next_id,
+            "admitted": list(self._admitted.items()),
+            "line": list(self._line),
+            "running": sorted(self._running),
+            "finished": list(self._finished),
+            "batch": list(self._batch),
+            "training": sorted(self._training),
+            "counts": [self._batches, self._released, self._dropped],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Be as the window was that gave this state; it was made with the same arguments."""
+        self._next_id = state["next_id"]
+        self._admitted = {group: version for group, version in state["admitted"]}
+        self._line = dict.fromkeys(state["line"])
+        self._running = set(state["running"])
+        self._finished = dict.fromkeys(state["finished"])
+        self._batch = list(state["batch"])
+        self._training = set(state["training"])
+        self._batches, self._released, self._dropped = state["counts"]
+
+    def in_training(self) -> list[int]:
+        """Groups of batches that were handed out and are not released."""
+        return sorted(self._training)
 
     def release(self, group_ids: list[int]) -> None:
         """Free the slots of a batch, once the weights of the step that used it are on the engines."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-STATE = "state.json"
+from spmd_rl.world.checkpoints import SNAPSHOT, STATE, prune, read_state, seal
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
-Parts = dict[str, tuple[list[tuple[str, nn.Parameter]], torch.optim.AdamW]]  # by name: parameters and their optimizer
-
-
-class CheckpointError(ValueError):
-    """There is no such checkpoint, or it does not fit."""
+# By name: parameters, and their optimizer where they are trained.
+Parts = dict[str, tuple[list[tuple[str, nn.Parameter]], torch.optim.AdamW | None]]
 
 
 class Checkpoints:
@@ -38,13 +35,16 @@ class Checkpoints:
     Args:
         group: the trainer ranks, on gloo, used by nothing else.
         keep: newest checkpoints that stay; 0 = all.
+        keep_every: those of steps that it divides stay too; 0 = none.
     """
 
-    def __init__(self, group: dist.ProcessGroup, keep: int) -> None:
-        self._group, self._keep = group, keep
+    def __init__(self, group: dist.ProcessGroup, keep: int, keep_every: int = 0) -> None:
+        self._group, self._keep, self._keep_every = group, keep, keep_every
         self._pending: Future[Any] | None = None
 
-    def save(self, folder: str, parts: Parts, state: dict[str, Any], done: Any = lambda: None) -> None:
+    def save(
+        self, folder: str, parts: Parts, state: dict[str, Any], done: Any = lambda: None, snapshot: bytes = b""
+    ) -> None:
         """Copy now, write beside what follows. Collective. `done` is called on the first rank when it is complete."""
         self.wait()
         target = Path(folder)
@@ -54,6 +54,8 @@ class Checkpoints:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
             (writing / STATE).write_text(json.dumps(state))
+            if snapshot:
+                (writing / SNAPSHOT).write_bytes(snapshot)
         # The folder is there before anybody writes into it: the save begins with a collective.
         self._pending = dcp.async_save(tensors_of(parts), checkpoint_id=writing, process_group=self._group)
         if first:
@@ -75,10 +77,8 @@ class Checkpoints:
     def _complete(self, future: Future[Any], writing: Path, target: Path, done: Any) -> None:
         """On the thread that wrote. What raises here is lost, so nothing is said to be done before it is."""
         if future.exception() is None:
-            shutil.rmtree(target, ignore_errors=True)
-            writing.rename(target)
-            for old in complete(target.parent)[: -self._keep] if self._keep else []:
-                shutil.rmtree(old, ignore_errors=True)
+            seal(writing, target)
+            prune(target.parent, self._keep, self._keep_every)
             done()
 
 
@@ -88,6 +88,8 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
     for part, (named, optimizer) in parts.items():
         for name, parameter in named:
             tensors[f"{part}/{name}"] = parameter.detach()
+            if optimizer is None:
+                continue
             moments = optimizer.state[parameter]
             if not moments:
                 moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -95,33 +97,3 @@ def tensors_of(parts: Parts) -> dict[str, Tensor]:
                 moments["exp_avg_sq"] = torch.zeros_like(parameter)
             tensors |= {f"{part}/{name}/{key}": moments[key] for key in MOMENTS}
     return tensors
-
-
-def complete(folder: str | Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first."""
-    found: Iterable[Path] = Path(folder).glob("step_*")
-    return sorted(path for path in found if path.suffix != ".tmp" and (path / STATE).exists())
-
-
-def read_state(folder: str | Path) -> dict[str, Any]:
-    """The small state of a checkpoint. CheckpointError when there is none."""
-    path = Path(folder) / STATE
-    try:
-        state: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{str(folder)!r} is no complete checkpoint: {error}") from None
-    return state
-
-
-def find(resume: str, output_dir: str) -> Path:
-    """The checkpoint that `ckpt.resume` names: a folder, or "latest". CheckpointError when it is not there."""
-    if resume != "latest":
-        read_state(resume)
-        return Path(resume)
-    found = complete(Path(output_dir) / "checkpoints")
-    if not found:
-        raise CheckpointError(
-            f"ckpt.resume = latest, and {output_dir}/checkpoints holds no complete checkpoint: name one, or start "
-            "afresh without ckpt.resume (ckpt.interval says how often one is written)"
-        )
-    return found[-1]

@@ -133,10 +133,12 @@ class Learner:
         return {name: metrics[name] for name in ("loss", "entropy", "tokens/ce")}
 
     def checkpoint_parts(self) -> Parts:
-        """What a checkpoint holds: the policy, and a critic where there is one."""
+        """What a checkpoint holds: the policy, a critic where there is one, and a reference that no folder holds."""
         parts: Parts = {"policy": (self._named, self._optimizer)}
         if self._critic is not None:
             parts["critic"] = (list(self._critic.model.named_parameters()), self._critic.optimizer)
+        if self._reference is not None and not self._config.orchestrator.algorithm.reference:
+            parts["reference"] = (list(self._reference.named_parameters()), None)
         return parts
 
     def _prepare(self, works: Sequence[_Work]) -> None:

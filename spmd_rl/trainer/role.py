@@ -108,7 +108,7 @@ class TrainerRank:
     ) -> None:
         self.tell = tell
         self._world, self._learner, self._sender = world, learner, sender
-        self._checkpoints = Checkpoints(world.groups["ckpt"], world.config.ckpt.keep)
+        self._checkpoints = Checkpoints(world.groups["ckpt"], world.config.ckpt.keep, world.config.ckpt.keep_every)
         self._deadline_s = world.config.deadlines.step_s
 
     def follow(self, orders: Iterator[Order]) -> None:
@@ -146,7 +146,7 @@ class TrainerRank:
         config = self._world.config
         recipe = config.warmup if order.phase == "warmup" else config.trainer
         steps = config.warmup.steps if order.phase == "warmup" else config.max_steps
-        lr = learning_rate(order.step - 1, recipe.optim, recipe.scheduler, steps)
+        lr = learning_rate(order.step - 1, recipe.optim, recipe.scheduler, steps) if order.lr < 0 else order.lr
         started, cpu = time.perf_counter(), time.process_time()
         minibatches = [[Row(**columns) for columns in rows] for rows in order.rows]
         only_critic = order.phase == "rl" and order.step <= config.orchestrator.algorithm.critic.warmup_steps
@@ -158,7 +158,7 @@ class TrainerRank:
     def _save(self, order: Save) -> None:
         """Begin to write; `Saved` follows when it is complete."""
         parts = self._learner.checkpoint_parts()
-        self._checkpoints.save(order.folder, parts, order.state, lambda: self.tell(Saved(order.folder)))
+        self._checkpoints.save(order.folder, parts, order.state, lambda: self.tell(Saved(order.folder)), order.snapshot)
 
     def _send(self, order: Send) -> None:
         """Copy the weights out, then score the probe set with them while they travel."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,8 +28,8 @@ from spmd_rl.observe.plots import loss_png
 from spmd_rl.observe.progress import Progress
 from spmd_rl.rollouts.packing import Packed, pack
 from spmd_rl.rollouts.types import Row
-from spmd_rl.trainer.checkpoint import CheckpointError, find, read_state
 from spmd_rl.trainer.role import TrainerRank, build_learner, silent
+from spmd_rl.world.checkpoints import CheckpointError, find, read_state
 from spmd_rl.world.messages import Event, Export, Order, Restore, Save, Stop, Train, Trained, Validate, Validated
 from spmd_rl.world.world import World
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 def run(world: World, output: RankOutput | None = None) -> None:
     """Train from the first or the resumed step to the last; `output` is the first rank's."""
-    config = world.config
+    config = replace(world.config, ckpt=replace(world.config.ckpt, resume=world.resume))
     with world.watchdog.stage("open the data", config.deadlines.start_s):
         start = _resumed_step(config) if config.ckpt.resume else 0
         sequences = Sequences(config, load_tokenizer(config))

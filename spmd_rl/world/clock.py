@@ -6,7 +6,11 @@ else; gloo releases the GIL, so engines and trainers never wait for a tick: they
 
 A peer that does not answer makes the wait fail, and the error names it.
 
-It refuses to know what decisions and events mean.
+`Conductor` and `Leader` are the two ends. In lockstep a tick also carries `Tick`, how many engine steps belong to it,
+and a leader answers when they are done; `Metronome` is rank 0's end then. It has no thread and no period: who calls
+`exchange` decides when the next tick is.
+
+It refuses to know what other decisions, and what events mean.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from spmd_rl.world.messages import Decision, Event, Stop
+from spmd_rl.world.messages import Decision, Event, Stop, Tick
 from spmd_rl.world.pipe import Pipe
 from spmd_rl.world.wire import decode, encode
 
@@ -93,10 +97,36 @@ class Conductor(threading.Thread):
         return not last
 
 
+class Metronome:
+    """Rank 0's end in lockstep; called by one thread at a time.
+
+    Args:
+        group, names: as `Conductor`'s.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, names: list[str]) -> None:
+        self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
+
+    def exchange(self, down: dict[int, list[Decision]]) -> list[tuple[int, Event]]:
+        """Send to the members that `down` names (0 = the first after rank 0), and wait for what each of them answers.
+
+        The answers come in order of members, whoever was first.
+        """
+        sends = {member: self._pipes[member].send_start(encode(decisions)) for member, decisions in down.items()}
+        receives = {member: self._pipes[member].receive_start() for member in down}
+        events: list[tuple[int, Event]] = []
+        for member in sorted(down):
+            self._pipes[member].wait(sends[member])
+            answer = decode(self._pipes[member].receive_finish(receives[member]), list[Event])
+            events += [(member, event) for event in answer]
+        return events
+
+
 class Leader(threading.Thread):
     """A leader's end: answers ticks until one brings `Stop`.
 
-    `inbox` holds what came down, in order; `tell` queues an event for the next answer.
+    `inbox` holds what came down, in order; `tell` queues an event for the next answer. The answer to a `Tick` waits
+    until the main thread calls `ticked`.
     """
 
     def __init__(self, group: dist.ProcessGroup, fail: Callable[[BaseException], None]) -> None:
@@ -104,11 +134,16 @@ class Leader(threading.Thread):
         self._pipe = Pipe(group, 0, "rank 0 (orchestrator)")
         self._fail = fail
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._ticked = threading.Semaphore(0)
         self.inbox: queue.SimpleQueue[Decision] = queue.SimpleQueue()
 
     def tell(self, event: Event) -> None:
         """Queue an event; it leaves with the answer to the next tick."""
         self._events.put(event)
+
+    def ticked(self) -> None:
+        """The steps of a `Tick` are done, and all they gave was told."""
+        self._ticked.release()
 
     def run(self) -> None:
         try:
@@ -121,6 +156,8 @@ class Leader(threading.Thread):
         decisions = decode(self._pipe.receive(), list[Decision])
         for decision in decisions:
             self.inbox.put(decision)
+        if decisions and isinstance(decisions[-1], Tick):
+            self._ticked.acquire()
         events: list[Event] = []
         with contextlib.suppress(queue.Empty):
             while True:

@@ -20,6 +20,16 @@ class Message(msgspec.Struct, tag=True, frozen=True):
 # --- decisions: rank 0 → leader of a replica ---------------------------------------------------------------------
 
 
+class Partial(Message, frozen=True):
+    """What a request in flight has generated so far, n tokens."""
+
+    id: int
+    tokens: np.ndarray  # int32[n]
+    logprobs: np.ndarray  # float32[n]
+    versions: np.ndarray  # int32[n]
+    salt: str
+
+
 class Generate(Message, frozen=True):
     """Continue `tokens`. The seed and the absolute position of a token alone decide its sampling noise."""
 
@@ -32,6 +42,7 @@ class Generate(Message, frozen=True):
     top_p: float = 1.0
     top_k: int = 0
     salt: str = ""  # KV blocks are shared only within one salt; empty: the engine's current policy version
+    begun: Partial | None = None  # generated before a restart; it counts toward max_tokens and is part of the answer
 
 
 class Cancel(Message, frozen=True):
@@ -45,13 +56,25 @@ class Pull(Message, frozen=True):
 
     version: int
     probe: list[np.ndarray]  # int32[T] each: score these with the new weights, at temperature 1
+    tick: int = -1  # lockstep: swap at the beginning of this tick, and wait for the weights if need be
+
+
+class Fence(Message, frozen=True):
+    """Begin every request in flight anew behind its tokens, on empty caches; answered by `Fenced`."""
+
+
+class Tick(Message, frozen=True):
+    """Lockstep: after what came before it, take so many engine steps (idle ones count), then answer."""
+
+    number: int
+    steps: int
 
 
 class Stop(Message, frozen=True):
     """The run is over: leave the loop."""
 
 
-Decision = Generate | Cancel | Pull | Stop
+Decision = Generate | Cancel | Pull | Fence | Tick | Stop
 
 # --- events: leader → rank 0 --------------------------------------------------------------------------------------
 
@@ -99,6 +122,13 @@ class Probed(Message, frozen=True):
     logprobs: list[np.ndarray]  # float32[T-1] each
 
 
+class Fenced(Message, frozen=True):
+    """A replica has begun its requests anew: what they had, in the order in which they were admitted."""
+
+    rank: int
+    partials: list[Partial]
+
+
 class EngineLoad(Message, frozen=True):
     """Counters since the start, for the metrics."""
 
@@ -144,7 +174,9 @@ class Saved(Message, frozen=True):
     folder: str
 
 
-Event = Ready | Generated | Refused | Pulled | Probed | EngineLoad | Trained | Sent | Exported | Validated | Saved
+Event = (
+    Ready | Generated | Refused | Pulled | Probed | Fenced | EngineLoad | Trained | Sent | Exported | Validated | Saved
+)
 
 # --- orders: rank 0 → every trainer rank ---------------------------------------------------------------------------
 
@@ -155,6 +187,7 @@ class Train(Message, frozen=True):
     step: int
     phase: str  # "warmup" | "rl"
     rows: list[list[dict[str, np.ndarray]]]  # [minibatch][row], fields of rollouts.types.Row
+    lr: float = -1.0  # learning rate; below 0: as the config's schedule has it
 
 
 class FreshOptimizer(Message, frozen=True):
@@ -184,10 +217,11 @@ class Validate(Message, frozen=True):
 
 
 class Save(Message, frozen=True):
-    """Write a checkpoint beside everything that follows; `state` goes with it and is not looked at."""
+    """Write a checkpoint beside everything that follows; what goes with it is not looked at."""
 
     folder: str
-    state: dict[str, Any]
+    state: dict[str, Any]  # a few numbers, as JSON for people too
+    snapshot: bytes = b""  # the orchestrator's; only the first trainer rank gets it
 
 
 class Restore(Message, frozen=True):

@@ -6,21 +6,25 @@ output folder, groups. `leave` is the orderly end. What a rank then does is its 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import socket
 from collections import defaultdict
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
 
 from spmd_rl.config.show import config_hash, write_toml
 from spmd_rl.config.tree import Config
+from spmd_rl.world.checkpoints import complete
 from spmd_rl.world.groups import init_world, make_groups
 from spmd_rl.world.mesh import Mesh, Role
 from spmd_rl.world.watchdog import Watchdog
@@ -44,6 +48,8 @@ class World:
     local_rank: int  # index of this rank's accelerator on its host
     groups: dict[str, dist.ProcessGroup]
     watchdog: Watchdog
+    resume: str = ""  # the checkpoint to go on from: what the config names, or after a restart by torchrun the latest
+    lock: TextIO | None = None  # rank 0 holds the output folder as long as this is open
 
     @classmethod
     def join(cls, config: Config, mesh: Mesh, watchdog: Watchdog) -> World:
@@ -54,11 +60,11 @@ class World:
         with watchdog.stage("join the world", deadlines.start_s):
             init_world(deadlines.collective_s)
         with watchdog.stage("compare ranks", deadlines.start_s):
-            _compare_ranks(config, rank, mesh.world_size, deadlines.start_s)
+            resume, lock = _compare_ranks(config, rank, mesh.world_size, deadlines.start_s)
         device = pick_device(config, role, local_rank)
         with watchdog.stage("make groups", deadlines.start_s):
             groups = make_groups(mesh, rank, device, deadlines.collective_s)
-        return cls(config, mesh, rank, role, device, local_rank, groups, watchdog)
+        return cls(config, mesh, rank, role, device, local_rank, groups, watchdog, resume, lock)
 
     def leave(self) -> None:
         """All ranks have finished: meet once more, then end."""
@@ -87,15 +93,47 @@ def pick_device(config: Config, role: Role, index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def prepare_output(config: Config) -> Path:
-    """Rank 0: an empty output folder with the resolved config in it. An earlier run there moves aside or is resumed."""
+def prepare_output(config: Config, resume: str) -> TextIO:
+    """Rank 0: an empty output folder with the resolved config in it. An earlier run there moves aside or is resumed.
+
+    Returns the lock, which holds as long as it is open. StartError when another run holds it.
+    """
     folder = Path(config.output_dir)
-    if (folder / "config.toml").exists() and not config.ckpt.resume:
+    if (folder / "lock").exists():
+        take_lock(folder).close()
+    if (folder / "config.toml").exists() and not resume:
         older = next(path for n in range(1, 10**6) if not (path := Path(f"{folder}.{n}")).exists())
         folder.rename(older)
     folder.mkdir(parents=True, exist_ok=True)
+    lock = take_lock(folder)
     write_toml(config, folder / "config.toml")
-    return folder
+    return lock
+
+
+def take_lock(folder: Path) -> TextIO:
+    """Hold an output folder: two runs in one would overwrite each other. StartError says who holds it."""
+    lock = open(folder / "lock", "a+", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another run"
+        lock.close()
+        raise StartError(
+            f"output_dir {str(folder)!r} is in use by {holder}: choose another output_dir, or end that run first"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def where_to_resume(config: Config) -> str:
+    """What `ckpt.resume` says; after a restart by torchrun the latest checkpoint, if there is one."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if restarted and complete(Path(config.output_dir) / "checkpoints"):
+        return "latest"
+    return config.ckpt.resume
 
 
 def _fingerprint(config: Config) -> dict[str, str]:
@@ -117,8 +155,12 @@ def _code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _compare_ranks(config: Config, rank: int, world_size: int, deadline_s: float) -> None:
-    """Rank 0 compares all fingerprints and says which ranks differ in what; then it prepares the output folder."""
+def _compare_ranks(config: Config, rank: int, world_size: int, deadline_s: float) -> tuple[str, TextIO | None]:
+    """Rank 0 compares all fingerprints and says which ranks differ in what; then it prepares the output folder.
+
+    Returns where to resume, equal on all ranks, and rank 0's lock on the folder.
+    """
+    lock = None
     store = dist.distributed_c10d._get_default_store()
     store.set(f"spmd_rl/fingerprint/{rank}", json.dumps(_fingerprint(config)))
     if rank == 0:
@@ -127,9 +169,11 @@ def _compare_ranks(config: Config, rank: int, world_size: int, deadline_s: float
         difference = describe_differences([json.loads(store.get(key)) for key in keys])
         if difference:
             raise StartError(difference)
-        prepare_output(config)
-        store.set("spmd_rl/start", "go")
+        resume = where_to_resume(config)
+        lock = prepare_output(config, resume)
+        store.set("spmd_rl/start", json.dumps({"resume": resume}))
     store.wait(["spmd_rl/start"], timedelta(seconds=deadline_s))
+    return json.loads(store.get("spmd_rl/start"))["resume"], lock
 
 
 def describe_differences(fingerprints: list[dict[str, str]]) -> str:

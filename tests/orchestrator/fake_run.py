@@ -94,6 +94,8 @@ class Recorder:
     collapses: dict[int, Any] = field(default_factory=dict)
     rollbacks: list[tuple[int, str]] = field(default_factory=list)
     evaluations: list[tuple[int, dict[str, float], list[Episode]]] = field(default_factory=list)
+    resumed: list[tuple[int, int]] = field(default_factory=list)
+    commands: list[tuple[int, str]] = field(default_factory=list)
 
     def start(self, phase, pull=None) -> None:
         self.started.append((phase, pull))
@@ -110,6 +112,18 @@ class Recorder:
 
     def evaluation(self, step, metrics, episodes) -> None:
         self.evaluations.append((step, metrics, episodes))
+
+    def taken_up(self, folder, saved, step, pull) -> None:
+        self.resumed.append((saved, step))
+
+    def steered(self, step, command) -> None:
+        self.commands.append((step, command))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state) -> None:
+        pass
 
 
 @dataclass

@@ -69,7 +69,7 @@ def test_versions_that_change_meanwhile_are_named() -> None:
         made.loop.versions.publish(0)
         await made.loop.versions.wait_everywhere(0)
         evaluation = asyncio.create_task(evaluate(made.services, envs, step=0))
-        made.loop._order_training("rl", 1, [pack([], 1, config.seq_len)])
+        made.loop.trainers.train("rl", 1, [pack([], 1, config.seq_len)])
         made.loop.versions.publish(1)
         metrics, _ = await evaluation
         await made.cluster.close()

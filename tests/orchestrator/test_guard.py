@@ -119,7 +119,7 @@ def test_a_rollback_restores_a_good_checkpoint_as_a_version_of_its_own_and_goes_
     made = train(config("rollback"), [Falls(40, 24)])
     restored, *_ = orders_of(made, Restore)
     saved = [Path(order.folder).name for order in orders_of(made, Save)]
-    assert saved[0] == "step_000002" and Path(restored.folder).name in saved
+    assert saved[:2] == ["step_000000", "step_000002"] and Path(restored.folder).name in saved
     steps_trained = [order.step for order in orders_of(made, Train)]
     skipped = min(set(range(1, 25)) - set(steps_trained))
     assert int(restored.folder[-6:]) <= skipped - 4  # from before the steps it was judged by

@@ -264,7 +264,7 @@ def test_every_rollout_has_its_own_seed_which_does_not_depend_on_timing() -> Non
 
 def test_rewards_are_shuffled_anew_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds = []
-    monkeypatch.setattr(loop, "make_batch", lambda *args: seeds.append(args[-1]) or make_batch(*args))
+    monkeypatch.setattr(loop, "make_batch", lambda *args: seeds.append(args[5]) or make_batch(*args))
     train(make_config(max_steps=4, shuffle_rewards=True))
     assert len(set(seeds)) == 4
 

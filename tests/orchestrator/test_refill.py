@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spmd_rl.config.tree import AlgorithmConfig, Config
 from spmd_rl.envs.protocol import Policy
-from spmd_rl.orchestrator.sampler import group_tokens, refill_limit
+from spmd_rl.orchestrator.book import group_tokens, refill_limit
 from spmd_rl.rollouts.types import Episode, Reward, Task
 from tests.orchestrator.fake_cluster import Delays
 from tests.orchestrator.fake_run import FakeEnvironment, Run, make_config, train

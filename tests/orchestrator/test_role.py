@@ -43,7 +43,7 @@ async def inner() -> None:
 
 def ended(main, beats) -> None:
     async def both() -> None:
-        await _first_error(main, asyncio.create_task(beats))
+        await _first_error(main, [asyncio.create_task(beats), asyncio.create_task(never())])
 
     asyncio.run(both())
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.orchestrator.loop import Stalled, watch_progress
 from spmd_rl.orchestrator.policy import PromptTooLong
 from spmd_rl.orchestrator.rollouts import TooManyFailures
+from spmd_rl.orchestrator.stall import Stalled, watch_progress
 from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.types import Episode, Reward, RewardError, Task
 from spmd_rl.world.messages import Cancel, EngineLoad, Pulled

@@ -46,7 +46,7 @@ def book(config=None, *, versions: int = 1, probe=PROBE, **options) -> tuple[lis
         made = await prepare(config or make_config(), probe=probe, **options)
         for version in range(versions):
             if version:
-                made.loop._order_training("rl", version, replace_rows(made))
+                made.loop.trainers.train("rl", version, replace_rows(made))
             made.loop.versions.publish(version)
         try:
             metrics = [await made.loop.versions.report(version) for version in range(versions)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 
 from spmd_rl.config import load
 from spmd_rl.config.tree import Config, DeploymentConfig
-from spmd_rl.world.world import StartError, accelerator_index, describe_differences, pick_device, prepare_output
+from spmd_rl.world.world import (
+    StartError,
+    accelerator_index,
+    describe_differences,
+    pick_device,
+    prepare_output,
+    where_to_resume,
+)
 
 # --- what the ranks run -----------------------------------------------------------------------------------------------
 
@@ -48,15 +56,16 @@ def test_a_difference_names_item_values_and_ranks_the_most_common_first():
 
 def test_the_folder_holds_the_resolved_config(tmp_path):
     config = Config(output_dir=str(tmp_path / "deep" / "run"), seed=5)
-    folder = prepare_output(config)
-    assert folder == tmp_path / "deep" / "run"
+    prepare_output(config, "")
+    folder = tmp_path / "deep" / "run"
     assert load(["--config", str(folder / "config.toml")]) == config
 
 
 def test_earlier_runs_are_moved_aside_and_nothing_is_lost(tmp_path):
     configs = [Config(output_dir=str(tmp_path / "run"), seed=seed) for seed in range(4)]
     for config in configs:
-        folder = prepare_output(config)
+        prepare_output(config, "").close()  # that run has ended
+        folder = tmp_path / "run"
         (folder / "logs").mkdir()
         (folder / "logs" / "rank_00000.log").write_text(f"seed {config.seed}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1", "run.2", "run.3"]
@@ -69,15 +78,38 @@ def test_earlier_runs_are_moved_aside_and_nothing_is_lost(tmp_path):
 def test_a_folder_spelled_with_a_slash_is_moved_beside_itself(tmp_path, monkeypatch, spelling):
     monkeypatch.chdir(tmp_path)
     for seed in range(2):
-        prepare_output(Config(output_dir=spelling, seed=seed))
+        prepare_output(Config(output_dir=spelling, seed=seed), "").close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.1"]
 
 
 def test_a_folder_without_a_run_keeps_its_files(tmp_path):
     """For example one that a batch system has put its own log into."""
     (tmp_path / "slurm.log").write_text("x")
-    assert prepare_output(Config(output_dir=str(tmp_path))) == tmp_path
+    prepare_output(Config(output_dir=str(tmp_path)), "")
+    assert (tmp_path / "config.toml").exists()
     assert (tmp_path / "slurm.log").exists() and list(tmp_path.parent.glob(f"{tmp_path.name}.*")) == []
+
+
+def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
+    config = Config(output_dir=str(tmp_path / "run"))
+    held = prepare_output(config, "")
+    for resume in ("", "latest"):
+        with pytest.raises(StartError, match=f"in use by process {os.getpid()} on .*choose another output_dir"):
+            prepare_output(config, resume)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]  # nothing was moved aside
+    held.close()
+    prepare_output(config, "latest").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_restart_goes_on_from_the_latest_checkpoint_if_there_is_one(tmp_path, monkeypatch):
+    config = Config(output_dir=str(tmp_path))
+    assert where_to_resume(config) == ""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert where_to_resume(config) == ""
+    (tmp_path / "checkpoints/step_000004").mkdir(parents=True)
+    (tmp_path / "checkpoints/step_000004/state.json").write_text("{}")
+    assert where_to_resume(config) == "latest"
 
 
 # --- accelerators -----------------------------------------------------------------------------------------------------

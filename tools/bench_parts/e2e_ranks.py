@@ -63,7 +63,7 @@ def config(folder: str, new_tokens: int, output_dir: str) -> Config:
 class MeasuredLoop(Loop):
     """The product's loop, with the two halves alone before it."""
 
-    async def run(self) -> None:
+    async def _begin(self) -> int:
         self.versions.publish(0)
         await self.versions.report(0)
         sample_s, groups = [], []
@@ -77,12 +77,13 @@ class MeasuredLoop(Loop):
         packed = [pack(samples, 1, self.config.seq_len) for samples in batch.minibatches]
         for number in range(ALONE):
             started = time.perf_counter()
-            await self._order_training("alone", number + 1, packed)
+            await self.trainers.train("alone", number + 1, packed)
             train_s.append(time.perf_counter() - started)
-        self.report.start("rl")
-        await self._learn()
         figures = {"sample_s": statistics.median(sample_s[1:]), "train_s": statistics.median(train_s[1:])}
         (Path(self.config.output_dir) / "alone.json").write_text(json.dumps(figures))
+        self.report.start("rl")
+        self._sampler.admit(version=0)
+        return 0
 
     async def _group(self, task_index: int) -> Group:
         env = self.envs[0]
@@ -91,7 +92,7 @@ class MeasuredLoop(Loop):
         for sample in range(ROLLOUTS):
             ids = {"group": 10_000 + task_index, "rollout": 10**6 + task_index * ROLLOUTS + sample, "seed": sample}
             policy = self.services.policy(self.config.orchestrator.sampling, **ids)
-            jobs.append(self.services.rollouts.run(env, task, policy))
+            jobs.append(self.services.attempt(env, task, policy))
         return Group(task_index, task, tuple(await asyncio.gather(*jobs)), 0)
 
 

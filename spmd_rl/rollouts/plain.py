@@ -1,0 +1,78 @@
+"""Episodes and groups as plain data (dicts, lists, numbers, text, numpy columns) and back, for a journal or a snapshot.
+
+Columns that mostly repeat themselves (mask, versions, temperatures) are kept as runs, so that a token costs the eight
+bytes of its id and its logprob. Wall-clock seconds are left out: what is written is the same in two equal runs.
+Invariant: `episode_from(plain_episode(e))` equals e but for `seconds` and `advantages`, which nobody has set yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from spmd_rl.rollouts.types import Episode, Group, Reward, RewardError, Sample, Task
+
+RUNS = ("mask", "versions", "temperatures")
+
+
+def plain_episode(episode: Episode) -> dict[str, Any]:
+    """One episode."""
+    reward = episode.reward
+    return {
+        "task": asdict(episode.task),
+        "samples": [_plain_sample(sample) for sample in episode.samples],
+        "reward": asdict(reward),
+        "status": episode.status,
+    }
+
+
+def episode_from(plain: dict[str, Any]) -> Episode:
+    """The episode that was written."""
+    reward = plain["reward"]
+    return Episode(
+        task=Task(**plain["task"]),
+        samples=tuple(_sample_from(sample) for sample in plain["samples"]),
+        reward=RewardError(**reward) if "why" in reward else Reward(**reward),
+        status=plain["status"],
+    )
+
+
+def plain_group(group: Group) -> dict[str, Any]:
+    """One group with its episodes."""
+    episodes = [plain_episode(episode) for episode in group.episodes]
+    return {
+        "id": group.id,
+        "task": asdict(group.task),
+        "episodes": episodes,
+        "admitted_version": group.admitted_version,
+    }
+
+
+def group_from(plain: dict[str, Any]) -> Group:
+    """The group that was written."""
+    episodes = tuple(episode_from(episode) for episode in plain["episodes"])
+    return Group(plain["id"], Task(**plain["task"]), episodes, plain["admitted_version"])
+
+
+def _plain_sample(sample: Sample) -> dict[str, Any]:
+    plain: dict[str, Any] = {"tokens": sample.tokens, "logprobs": sample.logprobs}
+    plain |= {name: _runs(getattr(sample, name)) for name in RUNS}
+    if sample.agent:
+        plain["agent"] = sample.agent
+    if sample.reward is not None:
+        plain["reward"] = sample.reward
+    if sample.hint is not None:
+        plain["hint"] = sample.hint
+    return plain
+
+
+def _sample_from(plain: dict[str, Any]) -> Sample:
+    return Sample(**(plain | {name: np.repeat(*plain[name]) for name in RUNS}))
+
+
+def _runs(column_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(value of each run, its length)."""
+    starts = np.flatnonzero(np.diff(column_T, prepend=column_T[:1] + 1)) if len(column_T) else np.zeros(0, np.int64)
+    return column_T[starts], np.diff(starts, append=len(column_T)).astype(np.int32)
