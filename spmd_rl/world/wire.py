@@ -10,6 +10,7 @@ It refuses to know who sends what to whom, and imports no torch.
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -52,4 +53,10 @@ def encode(message: Any) -> bytes:
 
 def decode(data: bytes | bytearray | memoryview, type: Any = Any) -> Any:
     """The message back, checked against `type` (a Struct, a union of tagged Structs, a list of them)."""
-    return msgspec.msgpack.decode(data, type=type, ext_hook=_unpack_array)
+    return _decoder(type).decode(data)
+
+
+@lru_cache(maxsize=64)
+def _decoder(type: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Made once per type: msgspec takes longer to look through a union of messages than to read one."""
+    return msgspec.msgpack.Decoder(type, ext_hook=_unpack_array)

@@ -11,14 +11,17 @@ Every token of request i is `TOKEN + i`, so whoever trains on a token is caught 
 from __future__ import annotations
 
 import asyncio
+import json
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from spmd_rl.orchestrator.link import Link
+from spmd_rl.world.checkpoints import SNAPSHOT, STATE, seal
 from spmd_rl.world.messages import (
     Cancel,
     Decision,
@@ -92,7 +95,14 @@ class Misbehaviour:
 class FakeCluster:
     """All ranks but rank 0."""
 
-    def __init__(self, link: Link, delays: Delays | None = None, misbehaviour: Misbehaviour | None = None) -> None:
+    def __init__(
+        self,
+        link: Link,
+        delays: Delays | None = None,
+        misbehaviour: Misbehaviour | None = None,
+        resumed: int | None = None,
+    ) -> None:
+        self.resumed = resumed  # step of the checkpoint that this life of the run goes on from
         self.link, self.delays = link, delays or Delays()
         self.misbehaviour = misbehaviour or Misbehaviour()
         self.orders: list[list[Order]] = []  # all orders, as given: one per trainer rank
@@ -177,6 +187,7 @@ class FakeCluster:
                     self.tell(0, Sent(order.version, self.delays.send, score(order.probe, order.version)))
                 case Save():
                     await asyncio.sleep(self.delays.export)
+                    write_checkpoint(order)
                     self.tell(0, Saved(order.folder))
                 case Export():
                     await asyncio.sleep(self.delays.export)
@@ -192,6 +203,8 @@ class FakeCluster:
     def _check_sequence(self, orders: list[Order]) -> None:
         """Steps and versions count up; version v > 0 is what RL step v made; all ranks do the same."""
         names, name = self.order_names(), _short(orders[0])
+        if self.resumed is not None:
+            return self._check_resumed(orders[0], names, name)
         match orders[0]:
             case Train(step=step, phase=phase):
                 # A step that goes back to a checkpoint takes the place of one that trains.
@@ -207,6 +220,17 @@ class FakeCluster:
                 made = ([f"rl {version}"], ["restore"]) if version else ([],)
                 self._require(last in made, f"{name} after {last}")
                 self._require(all(order is orders[0] for order in orders), f"{name} differs between ranks")
+
+    def _check_resumed(self, order: Order, names: list[str], name: str) -> None:
+        """After the optimizer and the weights are there, steps go on behind the checkpoint, and so do versions."""
+        steps = [n for n in names if n.startswith(("rl", "restore"))]
+        done = self.resumed + len(steps) - 1
+        match order:
+            case Train():
+                self._require(names[:2] == ["fresh", "restore"], f"{name} after {names}")
+                self._require(name == f"rl {done + 1}", f"{name} after {steps}")
+            case Send(version=version):
+                self._require(version == done, f"{name} after {steps}")
 
     def _require(self, holds: bool, why: str) -> None:
         if not holds:
@@ -279,7 +303,8 @@ class _Replica:
         cluster, delays = self.cluster, self.cluster.delays
         while True:
             pull = await self._pulls.get()
-            if pull.version != self._held[-1] + 1:
+            first = self._held[-1] < 0 and cluster.resumed is not None
+            if pull.version != self._held[-1] + 1 and not first:
                 raise ProtocolError(f"replica {self.number} holds {self._held[-1]} and was told to pull {pull.version}")
             await cluster.sent.setdefault(pull.version, asyncio.Event()).wait()
             receive_s = delays.pull * (1 + self.number)
@@ -295,6 +320,18 @@ class _Replica:
 
     def _tell(self, event: Any) -> None:
         self.cluster.tell(1 + self.number, event)
+
+
+def write_checkpoint(order: Save) -> None:
+    """As the first trainer rank does it, without tensors; not at all for a run without an output folder."""
+    target = Path(order.folder)
+    if not target.parents[1].is_dir():
+        return
+    writing = target.with_suffix(".tmp")
+    writing.mkdir(parents=True)
+    (writing / STATE).write_text(json.dumps(order.state))
+    (writing / SNAPSHOT).write_bytes(order.snapshot)
+    seal(writing, target)
 
 
 def score(probe: list[np.ndarray], version: int) -> list[np.ndarray]:

@@ -24,6 +24,8 @@ from spmd_rl.envs.protocol import STATUS_OF, Policy, Split, turns_to_sample
 from spmd_rl.orchestrator.batch import Batch
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.loop import Loop
+from spmd_rl.orchestrator.past import Past
+from spmd_rl.orchestrator.records import NoLog
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.router import Router
 from spmd_rl.orchestrator.sampler import Services
@@ -96,19 +98,26 @@ class Recorder:
     evaluations: list[tuple[int, dict[str, float], list[Episode]]] = field(default_factory=list)
     resumed: list[tuple[int, int]] = field(default_factory=list)
     commands: list[tuple[int, str]] = field(default_factory=list)
+    last: int | None = None  # step that was booked
 
     def start(self, phase, pull=None) -> None:
         self.started.append((phase, pull))
+
+    def _follows(self, step: int) -> None:
+        assert self.last in (None, step - 1), "steps are booked in order"
+        self.last = step
 
     def warmup_step(self, trained) -> None:
         self.warmup.append(trained)
 
     def rl_step(self, step, batch, packed, trained, pull, collapse=None) -> None:
-        assert trained.step == step == len(self.batches) + len(self.rollbacks) + 1, "steps are booked in order"
+        assert trained.step == step, "steps are booked in order"
+        self._follows(step)
         self.batches[step], self.pulls[step], self.collapses[step] = batch, pull, collapse
 
     def rolled_back(self, step, folder, dropped, pull) -> None:
         self.rollbacks.append((step, folder))
+        self._follows(step)
 
     def evaluation(self, step, metrics, episodes) -> None:
         self.evaluations.append((step, metrics, episodes))
@@ -184,14 +193,18 @@ async def prepare(
     misbehaviour: Misbehaviour | None = None,
     report: Callable[[Link], Any] = lambda link: Recorder(),
     probe: list[np.ndarray] = PROBE,
+    journal: Any = None,
+    past: Past | None = None,
 ) -> Run:
     """All parts, put together as `role.py` does it."""
     link = Link(replicas, trainers)
-    cluster = FakeCluster(link, delays, misbehaviour)
+    cluster = FakeCluster(link, delays, misbehaviour, past.step if past else None)
     router = Router(replicas, slack=config.orchestrator.group_size)
     services = Services(config, link, router, Rollouts(config), stop_token_ids=[2])
     recorder = report(link)
-    loop = Loop(config, link, services, list(envs or [FakeEnvironment()]), Versions(config, link, probe), recorder)
+    versions = Versions(config, link, probe)
+    environments = list(envs or [FakeEnvironment()])
+    loop = Loop(config, link, services, environments, versions, recorder, journal=journal or NoLog(), past=past)
     return Run(config, cluster, services, recorder, loop)
 
 
