@@ -20,6 +20,7 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installe
 from spmd_rl.algorithms.check import check_algorithm  # noqa: E402
 from spmd_rl.config import Config, ConfigError, check, check_sft, load, split_argv, to_toml  # noqa: E402
 from spmd_rl.world.error_file import write_error_file  # noqa: E402
+from spmd_rl.world.launcher import launch  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
 
 COMMANDS = ("rl", "sft")
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> int:
         print(f"{to_toml(config)}\n{mesh.describe()}")
         return 0
     if "RANK" not in os.environ:
-        start_torchrun(argv, mesh.world_size)
+        return launch(str(Path(__file__).resolve()), argv, mesh.world_size, config.output_dir)
     run_rank(argv[0], config, mesh)
 
 
@@ -67,13 +68,6 @@ def take_nproc(argv: list[str]) -> tuple[list[str], int]:
     return argv[:at] + argv[at + 2 :], int(argv[at + 1])
 
 
-def start_torchrun(argv: list[str], nproc: int) -> NoReturn:
-    """Become torchrun with this program on `nproc` processes of this machine."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    os.execv(sys.executable, [*launcher, str(Path(__file__).resolve()), *argv])
-
-
 def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     """This process is a rank: join, play the role, leave. Ends the process, with 0 only when every rank finished."""
     from spmd_rl.observe.logs import redirect_rank_output
@@ -84,6 +78,7 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     role, deadlines = mesh.role(rank), config.deadlines
     watchdog = Watchdog(rank, mesh.world_size, role, deadlines.heartbeat_s, deadlines.start_s)
     watchdog.start()
+    watchdog.heed_signals(rank)
     try:
         world = World.join(config, mesh, watchdog)
         output = redirect_rank_output(config.output_dir, rank, console=rank == 0)

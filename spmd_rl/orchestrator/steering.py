@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-FOLDER, STOP_FILE = "steer", "stop"
+from spmd_rl.world.launcher import STOP_FILE
+
+FOLDER = "steer"
 PLAIN = ("pause", "resume", "save", "eval", "stop")
 SETTABLE = ("lr",)
 LOOK_S = 0.5

@@ -33,6 +33,10 @@ PERIOD_S = 0.25
 EXIT_CODE = 1
 
 
+class Ended(RuntimeError):
+    """A signal came while there was nothing to save."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Why the run ends, as every rank reports it."""
@@ -103,6 +107,17 @@ class Watchdog:
             self._thread.join()
             with contextlib.suppress(Exception):  # the agent may already have taken its store down
                 self._post(closed=True)
+
+    def heed_signals(self, rank: int) -> None:
+        """SIGTERM and SIGUSR1 are for rank 0, which ends the run in good order; before it can, it just ends it.
+
+        torchrun tells every rank. The others go on until rank 0 lets them go.
+        """
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            if rank:
+                signal.signal(number, signal.SIG_IGN)
+            else:
+                signal.signal(number, lambda number, _: self.fail(Ended(signal.Signals(number).name)))
 
     # --- what the main thread says ------------------------------------------------------------------------------
 

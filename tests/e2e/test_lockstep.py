@@ -1,0 +1,64 @@
+"""Real engines and trainers in lockstep: two runs are equal bit for bit, and so is one that was killed and taken up."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.numpy import load_file
+
+from spmd_rl.observe.names import is_time
+from spmd_rl.orchestrator.past import JOURNAL
+from tests.e2e.runner import QUICKSTART, Launch, Run, run
+
+TALK = f"{Path(__file__).with_name('environments.py')}:Talk"  # of three turns
+LOCKSTEP = [
+    *("--config", QUICKSTART, "--warmup.steps", "0", "--max-steps", "5", "--trainer.scheduler.type", "constant"),
+    *("--orchestrator.eval.tasks", "0", "--orchestrator.batch-size", "32", "--orchestrator.group-size", "8"),
+    *("--orchestrator.sampling.max-tokens", "24", "--orchestrator.source.0.env", TALK, "--clock.mode", "lockstep"),
+    *("--deadlines.stall-s", "60"),
+]
+
+
+def finished(folder: Path, *args: str, engines: int = 1) -> Run:
+    done = run(folder, [*LOCKSTEP, *args, "--deployment.infer-ranks", str(engines)], nproc=2 + engines)
+    assert done.returncode == 0, done.output[-4000:]
+    return done
+
+
+def assert_same(one: Run, other: Run) -> None:
+    assert (one.folder / JOURNAL).read_bytes() == (other.folder / JOURNAL).read_bytes(), "see tools/replay.py"
+    assert [timeless(record) for record in one.records] == [timeless(record) for record in other.records]
+    weights = [load_file(done.folder / "hf/model.safetensors") for done in (one, other)]
+    assert all(tensor.tobytes() == weights[1][name].tobytes() for name, tensor in weights[0].items())
+
+
+def timeless(record: dict) -> dict:
+    return {name: value for name, value in record.items() if not is_time(name)}
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_two_runs_are_equal(model, tmp_path, max_lag, engines):
+    lag = ("--model.name", model, "--orchestrator.max-lag", str(max_lag))
+    one, other = (finished(tmp_path / name, *lag, engines=engines) for name in ("one", "other"))
+    assert_same(one, other)
+    assert len(one.phase("rl")) == 5
+    lags = [record["lag/max"] for record in one.phase("rl")]
+    assert max(lags) == 0 if max_lag == 0 else max(lags) >= 1
+
+
+def test_ten_steps_are_five_steps_a_kill_and_five_steps(model, tmp_path):
+    """With two engines, requests in flight at the fence, and the rollouts that were lost between fence and kill."""
+    args = ["--model.name", model, "--max-steps", "10", "--ckpt.interval", "5", "--orchestrator.max-lag", "2"]
+    whole = finished(tmp_path / "whole", *args, engines=2)
+    command = [*LOCKSTEP, *args, "--deployment.infer-ranks", "2"]
+    with Launch(tmp_path / "run", command, nproc=4) as launch:
+        launch.wait_for_step(7)
+        os.kill(launch.pid_of(2), signal.SIGKILL)
+        assert launch.wait().returncode != 0
+    again = finished(tmp_path / "run", *args, "--ckpt.resume", "latest", engines=2)
+    assert "taken up from" in again.output
+    assert_same(whole, again)
