@@ -71,6 +71,7 @@ def take_nproc(argv: list[str]) -> tuple[list[str], int]:
 def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     """This process is a rank: join, play the role, leave. Ends the process, with 0 only when every rank finished."""
     from spmd_rl.observe.logs import redirect_rank_output
+    from spmd_rl.observe.timeline import Spans, timeline_png, write_chrome_trace
     from spmd_rl.world.watchdog import Watchdog
     from spmd_rl.world.world import World
 
@@ -82,10 +83,17 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     try:
         world = World.join(config, mesh, watchdog)
         output = redirect_rank_output(config.output_dir, rank, console=rank == 0)
+        folder = Path(config.output_dir) / "timeline"
+        spans = Spans(folder / f"rank_{rank:05d}.jsonl" if config.log.timeline else None, rank, role, limit=50_000)
+        watchdog.span = spans.span
         watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
         module = "spmd_rl.trainer.sft" if command == "sft" else f"spmd_rl.{role}.role"
         import_module(module).run(world, *([output] if rank == 0 else []))
+        spans.close()
         world.leave()
+        if rank == 0 and config.log.timeline:
+            write_chrome_trace(folder, folder / "trace.json")
+            timeline_png(folder, folder.with_suffix(".png"))
         output.restore()
     except BaseException as error:
         watchdog.fail(error)

@@ -347,6 +347,7 @@ class LogConfig:
     tensorboard: bool = True
     wandb: bool = False
     wandb_project: str = "spmd_rl"
+    timeline: bool = True  # the phases of every rank, the first 50,000 of each start: timeline.png, timeline/trace.json
     rollouts_per_step: int = 4  # readable samples per step in rollouts/; 0 = none
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, plain lines elsewhere
 

@@ -99,10 +99,11 @@ class ReplicaRank:
         cmd = world.groups[f"replica_cmd/{self._replica}"]
         self._down = [Pipe(cmd, i, f"rank {rank}") for i, rank in enumerate(members) if i] if clock else []
         self._up = None if clock else Pipe(cmd, 0, f"rank {members[0]} (leader of replica {self._replica})")
+        watchdog = world.watchdog
         # A frozen replica is in none of these groups: its tokens carry version -1, which is no version of the policy.
         weights = [group for name, group in world.groups.items() if name.startswith("weights/")]
         arrived = (lambda version: clock.inbox.put(Arrived(version))) if clock else (lambda version: None)
-        self._receiver = Receiver(weights, world.device, arrived, world.watchdog.fail) if weights else None
+        self._receiver = Receiver(weights, world.device, arrived, watchdog.fail, watchdog.span) if weights else None
         self._lockstep = world.config.clock.mode == "lockstep"
         self._drains = world.config.weights.mode == "drain"
         self._recomputes = world.config.weights.mode == "recompute"

@@ -12,6 +12,8 @@ It refuses to know about torch, processes and vLLM; it speaks through a `Link`.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,7 @@ class Loop:
     lockstep: Lockstep | None = None
     steering: Steering | None = None
     past: Past | None = None  # what the run is taken up from
+    span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of the timeline
 
     def __post_init__(self) -> None:
         self.stopped_at = -1  # the step at which somebody stopped the run
@@ -106,7 +109,7 @@ class Loop:
 
     async def _begin(self) -> int:
         """A run that is new, up to version 0."""
-        self.journal.append(Began(common(self.config)))
+        self.journal.append(Began(common(self.config), self._layout()))
         await self._warm_up()
         self.versions.publish(0)
         self.report.start("rl", await self.versions.report(0))
@@ -123,19 +126,13 @@ class Loop:
         for step in range(1, self.config.warmup.steps + 1):
             if len(ordered) >= AHEAD:
                 self.report.warmup_step(await ordered.pop(0))
-            pairs = [self._teach(step, i) for i in range(self.config.warmup.batch_size)]
+            pairs = lessons(self.config, self.envs, step)
             packed = [pack(supervised.train_samples(pairs), self.link.trainers, self.config.seq_len)]
             ordered.append(self.trainers.train("warmup", step, packed))
         for future in ordered:
             self.report.warmup_step(await future)
         if self.config.warmup.steps:
             self.trainers.begin_rl()
-
-    def _teach(self, step: int, i: int) -> tuple[np.ndarray, np.ndarray]:
-        number = (step - 1) * self.config.warmup.batch_size + i
-        env = self.envs[number % len(self.envs)]
-        rng = np.random.default_rng(seed_of(self.config.seed, "teacher", number))
-        return env.teacher(env.task(number // len(self.envs), "train"), rng)
 
     async def _learn(self, first: int) -> None:
         """Reinforcement learning, from step `first` to step max_steps."""
@@ -150,8 +147,9 @@ class Loop:
                 continue
             if len(self._booked) >= AHEAD:
                 await self._booked[-AHEAD]
-            batch, packed = self._make(taken)
-            self.journal.sync()  # what is trained on will be known, whatever happens
+            with self.span("make a batch"):
+                batch, packed = self._make(taken)
+                self.journal.sync()  # what is trained on will be known, whatever happens
             trained = self.trainers.train("rl", step, packed, self._lr)
             self.versions.publish(step)
             previous = self._booked[-1] if self._booked else None
@@ -159,6 +157,9 @@ class Loop:
             every = self.config.ckpt.interval
             if every and (step % every == 0 or step == self.config.max_steps):
                 await self._save(step)
+
+    def _layout(self) -> list[int]:
+        return [self.link.trainers, self.link.replicas, self.link.frozen]
 
     def _make(self, taken: Taken) -> tuple[Batch, list[Packed]]:
         """What the trainer ranks get of a batch."""
@@ -303,7 +304,7 @@ class Loop:
                 case Steered():
                     self._set(record.command)
         if not self.lockstep:
-            self.journal.append(Began(common(self.config), past.step))
+            self.journal.append(Began(common(self.config), self._layout(), past.step))
         self.versions.publish(step)
         pull = await self.versions.report(step)
         if left := self._book.window.in_training():
@@ -332,7 +333,7 @@ class Loop:
         """Do what was asked for before step `step`; True when the run shall stop."""
         paused = False
         while self.steering is not None:
-            for command in self.steering.take():
+            for command in self.steering.take(step):
                 self.journal.append(Steered(step, command))
                 self.report.steered(step, command)
                 word = self._set(command)
@@ -380,3 +381,13 @@ class Loop:
 
     async def _export(self, name: str) -> None:
         await self.trainers.export(str((Path(self.config.output_dir) / name).resolve()))
+
+
+def lessons(config: Config, envs: list[Environment], step: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(prompt, answer) of every sample of a warm-up step: a function of the seed and the step alone."""
+    size, pairs = config.warmup.batch_size, []
+    for number in range((step - 1) * size, step * size):
+        env = envs[number % len(envs)]
+        rng = np.random.default_rng(seed_of(config.seed, "teacher", number))
+        pairs.append(env.teacher(env.task(number // len(envs), "train"), rng))
+    return pairs

@@ -26,6 +26,7 @@ class Began(Record, frozen=True):
     """The run begins, or goes on from a checkpoint of `step` (-1: from nothing)."""
 
     run: dict[str, Any]  # what a resumed run must have in common with it
+    layout: list[int]  # trainer ranks, replicas of the policy, frozen replicas
     step: int = -1
 
 

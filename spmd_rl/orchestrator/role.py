@@ -114,9 +114,9 @@ async def _orchestrate(
     report = Report(config, link, metrics, progress, parts.tokenizer.decode)
     loop = loop_type(
         config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
-        journal, lockstep, steering, parts.past,
+        journal, lockstep, steering, parts.past, watchdog.span,
     )  # fmt: skip
-    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s), _signals(steering):
+    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), _signals(steering):
         watchers = [watch_progress(link, config.deadlines.stall_s, watchdog.beat), steering.watch()]
         if lockstep:
             watchers.append(lockstep.run())
@@ -210,6 +210,7 @@ def farewell(config: Config, report: Report, picture: Path, stopped_at: int = -1
     lines += [
         f"model          {out / 'hf'}",
         f"picture        {picture}",
+        *([f"timeline       {out / 'timeline.png'}, trace.json for Perfetto"] if config.log.timeline else []),
         f"metrics        {out / 'metrics.jsonl'}",
         f"rollouts       {out / 'rollouts'}",
         f"TensorBoard    tensorboard --logdir {out}",

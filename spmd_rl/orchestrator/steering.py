@@ -1,7 +1,8 @@
 """Steering: what somebody tells a run while it goes on (`tools/steer.py`), or asks by a signal.
 
 Commands are files in OUTPUT/steer, taken in order of their names and removed when they are taken: no port is open and
-nothing listens. SIGTERM and SIGUSR1 on rank 0, and a file OUTPUT/stop, mean `stop`.
+nothing listens. One that begins with @STEP waits for that step (`tools/replay.py` repeats a run's commands so).
+SIGTERM and SIGUSR1 on rank 0, and a file OUTPUT/stop, mean `stop`.
 
 It refuses to know what commands do; the loop asks for them at the boundary of a step. Invariant: a command that can't
 be understood changes nothing and is shown.
@@ -54,7 +55,7 @@ class Steering:
 
     def __init__(self, folder: str | Path, show: Callable[[str], object]) -> None:
         self._folder, self._show = Path(folder), show
-        self._commands: deque[str] = deque()
+        self._commands: deque[tuple[int, str]] = deque()  # (step to wait for, command)
         self._stop = False
         self.heard: Callable[[], object] = lambda: None
         self._changed = asyncio.Event()
@@ -62,7 +63,7 @@ class Steering:
     @property
     def stopping(self) -> bool:
         """True from the moment at which somebody asked for the end."""
-        return self._stop or "stop" in self._commands
+        return self._stop or (0, "stop") in self._commands
 
     def stop(self) -> None:
         """Ask for the end; callable from a signal handler of the event loop."""
@@ -70,11 +71,12 @@ class Steering:
         self._changed.set()
         self.heard()
 
-    def take(self) -> list[str]:
-        """The commands since the last call, oldest first."""
+    def take(self, step: int) -> list[str]:
+        """The commands since the last call that are due before `step`, oldest first."""
         self._look()
-        commands, self._commands = [*self._commands], deque()
-        return [*(c for c in commands if c != "stop"), *(["stop"] if self._stop or "stop" in commands else [])]
+        due = [command for at, command in self._commands if at <= step]
+        self._commands = deque(entry for entry in self._commands if entry[0] > step)
+        return [*(c for c in due if c != "stop"), *(["stop"] if self._stop or "stop" in due else [])]
 
     async def changed(self) -> None:
         """Until something new has come."""
@@ -95,9 +97,11 @@ class Steering:
         for path in sorted((self._folder / FOLDER).glob("*.txt")):
             command = path.read_text(encoding="utf-8", errors="replace").strip()
             path.unlink()
+            at, _, rest = command.partition(" ")
+            step, command = (int(at[1:]), rest) if at[:1] == "@" and at[1:].isdigit() else (0, command)
             try:
                 parse(command)
-                self._commands.append(command)
+                self._commands.append((step, command))
             except SteerError as error:
                 self._show(f"steering: {error}\n")
         if len(self._commands) > before:

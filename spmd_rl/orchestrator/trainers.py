@@ -40,7 +40,7 @@ class Trainers:
         self._trained[phase, step] = future
         future.add_done_callback(lambda _: self._trained.pop((phase, step)))
         ranks = range(self._link.trainers)
-        rows = [[[_columns(row) for row in minibatch.rows[rank]] for minibatch in packed] for rank in ranks]
+        rows = [[[columns(row) for row in minibatch.rows[rank]] for minibatch in packed] for rank in ranks]
         self._link.order([Train(step, phase, rows[rank], lr) for rank in ranks])
         return future
 
@@ -70,6 +70,7 @@ class Trainers:
         self._saved(event.folder)
 
 
-def _columns(row: Row) -> dict[str, np.ndarray]:
-    columns = {field.name: getattr(row, field.name) for field in fields(Row)}
-    return {name: column for name, column in columns.items() if column is not None}
+def columns(row: Row) -> dict[str, np.ndarray]:
+    """The streams that a row has, as they travel."""
+    found = {field.name: getattr(row, field.name) for field in fields(Row)}
+    return {name: column for name, column in found.items() if column is not None}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -66,14 +66,15 @@ class Learner:
         device: torch.device,
         group: dist.ProcessGroup | None,
         beat: Callable[[str], None] = lambda stage: None,
+        span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
         """Builds, loads and shards the model; every rank reads the whole folder. Collective.
 
         mesh: over the trainer ranks; None for one rank in float32. group: the same ranks, on a back end that fits
-        `device`; None for one rank. beat is called with the name of each phase that begins.
+        `device`; None for one rank. beat is called with the name of each phase that begins, span makes its context.
         """
         settings = config.trainer.model
-        self.device, self.group, self.beat = device, group, beat
+        self.device, self.group, self.beat, self._span = device, group, beat, span
         self.dtype_name, self.dtype = settings.dtype, DTYPES[settings.dtype]
         self._config, self._mesh = config, mesh
         self._algorithm = resolve(config.orchestrator.algorithm)
@@ -325,7 +326,8 @@ class Learner:
         """Announces a phase and adds up its seconds."""
         self.beat(name)
         started = time.perf_counter()
-        yield
+        with self._span(name):
+            yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started

@@ -58,7 +58,7 @@ def run(world: World) -> None:
     learner = build_learner(world)
     with watchdog.stage("plan the weights", deadlines.start_s):
         plan = Plan.build(learner.parameter_table(), int(config.weights.bucket_mb * 2**20), len(world.mesh.trainers))
-        sender = Sender(plan, index, world.groups[f"weights/{index}"], world.device, watchdog.fail)
+        sender = Sender(plan, index, world.groups[f"weights/{index}"], world.device, watchdog.fail, watchdog.span)
     trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender)
     trainer.tell(Ready(world.rank, {"build_s": time.perf_counter() - started}))
     trainer.follow(received_orders(world))
@@ -71,7 +71,8 @@ def build_learner(world: World) -> Learner:
     torch.set_num_threads(world.config.trainer.threads)
     with world.watchdog.stage("build the model", world.config.deadlines.start_s):
         group = world.groups["trainer"] if len(world.mesh.trainers) > 1 else None
-        return Learner(world.config, _device_mesh(world), world.device, group, world.watchdog.beat)
+        watchdog = world.watchdog
+        return Learner(world.config, _device_mesh(world), world.device, group, watchdog.beat, watchdog.span)
 
 
 def received_orders(world: World) -> Iterator[Order]:

@@ -25,7 +25,15 @@ _WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 def init_world(timeout_s: float) -> dist.ProcessGroup:
     """Join the world that torchrun's environment describes; the default group is gloo over all ranks."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    timeout, attempt = timedelta(seconds=timeout_s), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0":
+        dist.init_process_group("gloo", timeout=timeout)
+    else:
+        # torchrun's agent may keep its store over a restart, and with it the addresses of the ranks that are gone.
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        prefixed = dist.PrefixStore(f"spmd_rl/attempt_{attempt}", store)
+        dist.init_process_group("gloo", timeout=timeout, store=prefixed, rank=rank, world_size=size)
     return dist.group.WORLD
 
 

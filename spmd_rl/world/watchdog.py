@@ -72,7 +72,8 @@ class Watchdog:
         heartbeat_s: a process silent for this long is dead.
         start_s: a process that has not shown up after this long never will.
 
-    `on_verdict` is called with the rendered verdict before the process ends; by default rank 0 prints it.
+    `on_verdict` is called with the rendered verdict before the process ends; by default rank 0 prints it. `span` makes
+    the context of a stage that works; by default it does nothing.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Watchdog:
         self.rank, self.world_size, self.role, self.heartbeat_s = rank, world_size, role, heartbeat_s
         self._start_s = start_s
         self.on_verdict: Callable[[str], object] = lambda text: print(text, file=sys.stderr) if rank == 0 else None
+        self.span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
         self._stage, self._deadline_s, self._progress = "start", None, 0
         self._host, self._pid, self._count = socket.gethostname(), os.getpid(), 0
         self._prefix = f"spmd_rl/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -128,13 +130,18 @@ class Watchdog:
         self._progress += 1
 
     @contextlib.contextmanager
-    def stage(self, name: str, deadline_s: float | None = None) -> Iterator[None]:
-        """A named stage of the main thread; it must beat or end within `deadline_s` (None: it waits for others)."""
+    def stage(self, name: str, deadline_s: float | None = None, whole: bool = False) -> Iterator[None]:
+        """A named stage of the main thread; it must beat or end within `deadline_s` (None: it waits for others).
+
+        What is no wait, and not the whole of a role, is handed to `span`: the timeline of this rank.
+        """
         before = (self._stage, self._deadline_s)
         self._stage, self._deadline_s = name, deadline_s
         self._progress += 1
+        waits = deadline_s is None
         try:
-            yield
+            with contextlib.nullcontext() if waits or whole else self.span(name):
+                yield
         finally:
             # A failed stage keeps its name, so that the verdict says where it happened.
             if sys.exc_info()[0] is None:

@@ -16,13 +16,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 from spmd_rl.world.buckets import Bucket, Plan, WeightsError
 
+Span = Callable[[str], AbstractContextManager[None]]
+
 CLOSED = -1  # behind the last bucket of a version
+
+
+def no_span(name: str) -> AbstractContextManager[None]:
+    """Nobody keeps a timeline."""
+    return nullcontext()
 
 
 class Sender:
@@ -33,6 +41,7 @@ class Sender:
         index: which sender this rank is.
         group: `weights/{index}`; this rank is its member 0.
         fail: called on the sending thread with the error that ended it.
+        span: makes the context in which a bucket is sent.
     """
 
     def __init__(
@@ -42,9 +51,10 @@ class Sender:
         group: dist.ProcessGroup,
         device: torch.device,
         fail: Callable[[BaseException], None],
+        span: Span = no_span,
     ) -> None:
         self.plan = plan
-        self._group, self._device, self._fail = group, device, fail
+        self._group, self._device, self._fail, self._span = group, device, fail, span
         self._mine = [bucket for bucket in plan.buckets if bucket.sender == index]
         self._buffers = {bucket.index: bucket.allocate(device) for bucket in self._mine}
         self._home = {piece.name: (bucket, piece) for bucket in plan.buckets for piece in bucket.pieces}
@@ -104,8 +114,9 @@ class Sender:
                     _broadcast_number(version, self._group, self._device)
                 else:
                     buffer = self._buffers[bucket.index]
-                    bucket.seal(buffer, version)
-                    dist.broadcast(buffer, group_src=0, group=self._group)
+                    with self._span("send a bucket"):
+                        bucket.seal(buffer, version)
+                        dist.broadcast(buffer, group_src=0, group=self._group)
         except BaseException as error:
             self._fail(error)
 
@@ -117,6 +128,7 @@ class Receiver:
         groups: `weights/0`, `weights/1`, ... of all senders; member 0 of each is the sender.
         arrived: called on the receiving thread with each version that is complete and checked.
         fail: called on the receiving thread with the error that ended it.
+        span: makes the context in which a version is received.
     """
 
     def __init__(
@@ -125,7 +137,9 @@ class Receiver:
         device: torch.device,
         arrived: Callable[[int], None],
         fail: Callable[[BaseException], None],
+        span: Span = no_span,
     ) -> None:
+        self._span = span
         self._groups, self._device, self._arrived, self._fail = groups, device, arrived, fail
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._planned, self._complete = threading.Event(), threading.Event()
@@ -186,9 +200,10 @@ class Receiver:
             if (opened := _receive_number(group, self._device)) != version:
                 raise WeightsError(f"a trainer rank sends policy version {opened}, this rank expects {version}")
         started = time.perf_counter()  # waiting for the trainer to begin is not receiving
-        for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
-            dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
-            bucket.verify(buffer, version)
+        with self._span("pull"):
+            for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
+                dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
+                bucket.verify(buffer, version)
         self._version = version
         self.receive_s = time.perf_counter() - started
 

@@ -54,6 +54,8 @@ class Launch:
     """A run in progress; leaving the context kills whatever is left of it.
 
     args: of `main.py rl` (or another `command`), without the output folder. wrap: a command that runs the command.
+    restarts: how often torchrun may start again. torchrun: False lets the program start it by itself. program: in
+    place of `main.py`.
     """
 
     def __init__(
@@ -64,16 +66,23 @@ class Launch:
         env: dict[str, str] | None = None,
         wrap: tuple = (),
         command: str = "rl",
+        restarts: int = 0,
+        torchrun: bool = True,
+        program: Path = ROOT / "spmd_rl/main.py",
     ) -> None:
         self.folder, self._mark = folder, uuid.uuid4().hex
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        program = [str(ROOT / "spmd_rl/main.py"), command, *args, "--output-dir", str(folder)]
+        start = [sys.executable]
+        if torchrun:
+            start += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+            start += ["--nproc-per-node", str(nproc), "--max-restarts", str(restarts)]
+        whole = [*start, str(program), command, *args, "--output-dir", str(folder)]
+        whole += [] if torchrun else ["--nproc-per-node", str(nproc)]
         self._screen = folder.with_name(f"{folder.name}-screen.txt")
         self._shared_memory = set(os.listdir(SHARED_MEMORY))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "VLLM_", "SPMD_RL"))}
         with open(self._screen, "wb") as screen:
             self._process = subprocess.Popen(
-                [*wrap, *torchrun, "--nproc-per-node", str(nproc), *program],
+                [*wrap, *whole],
                 env=environment | {"OMP_NUM_THREADS": "1", MARK: self._mark} | (env or {}),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
@@ -81,6 +90,10 @@ class Launch:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def terminate(self) -> None:
+        """SIGTERM to whoever was started: torchrun, or the program that started it."""
+        self._process.terminate()
 
     def __enter__(self) -> Launch:
         return self
