@@ -20,11 +20,10 @@ sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installe
 from spmd_rl.algorithms.check import check_algorithm  # noqa: E402
 from spmd_rl.config import Config, ConfigError, check, check_sft, load, split_argv, to_toml  # noqa: E402
 from spmd_rl.world.error_file import write_error_file  # noqa: E402
-from spmd_rl.world.launcher import launch  # noqa: E402
+from spmd_rl.world.launcher import launch, take_nproc  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
 
 COMMANDS = ("rl", "sft")
-NPROC = "--nproc-per-node"
 
 
 def main(argv: list[str]) -> int:
@@ -58,20 +57,10 @@ def plan(command: str, config: Config, world_size: int) -> Mesh:
     return Mesh.build(config, world_size or Mesh.smallest(config))
 
 
-def take_nproc(argv: list[str]) -> tuple[list[str], int]:
-    """Split off `--nproc-per-node N`; 0 = not given."""
-    if NPROC not in argv:
-        return argv, 0
-    at = argv.index(NPROC)
-    if at + 1 >= len(argv) or not argv[at + 1].isdigit():
-        raise ConfigError([f"{NPROC} needs a number after it"], "command line")
-    return argv[:at] + argv[at + 2 :], int(argv[at + 1])
-
-
 def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     """This process is a rank: join, play the role, leave. Ends the process, with 0 only when every rank finished."""
     from spmd_rl.observe.logs import redirect_rank_output
-    from spmd_rl.observe.timeline import Spans, timeline_png, write_chrome_trace
+    from spmd_rl.observe.timeline import Spans, draw
     from spmd_rl.world.watchdog import Watchdog
     from spmd_rl.world.world import World
 
@@ -92,8 +81,7 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
         spans.close()
         world.leave()
         if rank == 0 and config.log.timeline:
-            write_chrome_trace(folder, folder / "trace.json")
-            timeline_png(folder, folder.with_suffix(".png"))
+            draw(folder)
         output.restore()
     except BaseException as error:
         watchdog.fail(error)

@@ -243,7 +243,7 @@ class ReplicaRank:
 
     def _swap(self, version: int) -> None:
         deadline_s = self._world.config.deadlines.step_s
-        with self._world.watchdog.stage(f"swap to version {version}", deadline_s):
+        with self._world.watchdog.stage("swap weights", deadline_s):
             self._receiver.wait(deadline_s)  # a follower may be a bucket behind its leader
             plan = self._receiver.plan(deadline_s)
             started = time.perf_counter()

@@ -204,6 +204,12 @@ def write_chrome_trace(folder: str | Path, target: str | Path) -> Path:
     return target
 
 
+def draw(folder: str | Path) -> None:
+    """Both views of what was recorded in `folder`: trace.json in it, and the picture beside it, FOLDER.png."""
+    write_chrome_trace(folder, Path(folder) / "trace.json")
+    timeline_png(folder, Path(folder).with_suffix(".png"))
+
+
 def timeline_png(folder: str | Path, target: str | Path, last_s: float = 30.0) -> Path | None:
     """Draw the last seconds, a row per track, and return the PNG's path; None when nothing was recorded.
 

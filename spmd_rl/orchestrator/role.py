@@ -116,7 +116,7 @@ async def _orchestrate(
         config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
         journal, lockstep, steering, parts.past, watchdog.span,
     )  # fmt: skip
-    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), _signals(steering):
+    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), _signals(steering, watchdog.hurry):
         watchers = [watch_progress(link, config.deadlines.stall_s, watchdog.beat), steering.watch()]
         if lockstep:
             watchers.append(lockstep.run())
@@ -145,11 +145,16 @@ def _start_clock(world: World, link: Link, orders: Dispatcher, gate: Gate) -> tu
 
 
 @contextlib.contextmanager
-def _signals(steering: Steering) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 ask for the end: a checkpoint first."""
+def _signals(steering: Steering, hurry: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGUSR1 ask for the end: a checkpoint first. With SIGTERM somebody may be dead already."""
     loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        hurry()
+        steering.stop()
+
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        loop.add_signal_handler(number, steering.stop)
+        loop.add_signal_handler(number, stop)
     try:
         yield
     finally:

@@ -16,8 +16,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from spmd_rl.config.errors import ConfigError
+
+NPROC = "--nproc-per-node"
 STOP_FILE = "stop"  # in the output folder
 _PR_SET_PDEATHSIG = 1
+
+
+def take_nproc(argv: list[str]) -> tuple[list[str], int]:
+    """Split off `--nproc-per-node N`; 0 = not given."""
+    if NPROC not in argv:
+        return argv, 0
+    at = argv.index(NPROC)
+    if at + 1 >= len(argv) or not argv[at + 1].isdigit():
+        raise ConfigError([f"{NPROC} needs a number after it"], "command line")
+    return argv[:at] + argv[at + 2 :], int(argv[at + 1])
 
 
 def launch(program: str, argv: Sequence[str], processes: int, output_dir: str) -> int:

@@ -30,6 +30,7 @@ from torch.distributed import DistError, TCPStore
 from spmd_rl.world.error_file import write_error_file
 
 PERIOD_S = 0.25
+HURRY_S = 3.0
 EXIT_CODE = 1
 
 
@@ -85,7 +86,7 @@ class Watchdog:
         start_s: float = 600.0,
     ) -> None:
         self.rank, self.world_size, self.role, self.heartbeat_s = rank, world_size, role, heartbeat_s
-        self._start_s = start_s
+        self._start_s, self._patience_s = start_s, heartbeat_s
         self.on_verdict: Callable[[str], object] = lambda text: print(text, file=sys.stderr) if rank == 0 else None
         self.span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
         self._stage, self._deadline_s, self._progress = "start", None, 0
@@ -113,13 +114,18 @@ class Watchdog:
     def heed_signals(self, rank: int) -> None:
         """SIGTERM and SIGUSR1 are for rank 0, which ends the run in good order; before it can, it just ends it.
 
-        torchrun tells every rank. The others go on until rank 0 lets them go.
+        torchrun tells every rank, also when one of them has died. The others go on until rank 0 lets them go, and find
+        out soon who is gone.
         """
         for number in (signal.SIGTERM, signal.SIGUSR1):
             if rank:
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda number, frame: self.hurry())
             else:
-                signal.signal(number, lambda number, _: self.fail(Ended(signal.Signals(number).name)))
+                signal.signal(number, lambda number, frame: self.fail(Ended(signal.Signals(number).name)))
+
+    def hurry(self) -> None:
+        """The run ends, perhaps because somebody is dead: from now on silence is noticed within `HURRY_S`."""
+        self._patience_s = min(self._patience_s, HURRY_S)
 
     # --- what the main thread says ------------------------------------------------------------------------------
 
@@ -202,7 +208,7 @@ class Watchdog:
             known.progress_at = now
         known.beat = beat
         silent, stuck, deadline = now - known.beat_at, now - known.progress_at, beat["deadline_s"]
-        if silent > self.heartbeat_s:
+        if silent > self._patience_s:
             self._accuse(rank, beat, f"no sign of life for {silent:.1f} s")
         elif deadline is not None and stuck > deadline:
             self._accuse(rank, beat, f"no progress for {stuck:.1f} s (deadline {deadline:g} s)")

@@ -71,7 +71,6 @@ BAD = [
     ("--orchestrator.source.0.chat", ["source.0.chat belongs to a dataset", "env = reverse"]),
     ("--guard.on-collapse rollback", ["rollback with ckpt.interval = 0", "no checkpoint to go back to"]),
     ("--guard.on-collapse rollback --ckpt.interval 10", ["ckpt.keep = 2 with", "set keep to 4 or more"]),
-    ("--ckpt.resume latest", ["can't be resumed yet"]),
     (f"{DATA} --orchestrator.source.0.heldout-share 1", ["heldout_share = 1.0"]),
     (f"{DATA} --orchestrator.source.0.max-tokens -1", ["max_tokens = -1"]),
     (f"{DATA} --orchestrator.source.0.reward-s 0", ["reward_s = 0.0"]),

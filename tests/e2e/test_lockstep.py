@@ -6,11 +6,16 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from spmd_rl.observe.names import is_time
 from spmd_rl.orchestrator.past import JOURNAL
+from spmd_rl.orchestrator.records import AnyRecord, Rolled
+from spmd_rl.rollouts.plain import episode_from
+from spmd_rl.rollouts.types import Episode
+from spmd_rl.world.journal import read
 from tests.e2e.runner import QUICKSTART, Launch, Run, run
 
 TALK = f"{Path(__file__).with_name('environments.py')}:Talk"  # of three turns
@@ -39,10 +44,19 @@ def timeless(record: dict) -> dict:
     return {name: value for name, value in record.items() if not is_time(name)}
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-@pytest.mark.parametrize("max_lag", [0, 1, 3])
-def test_two_runs_are_equal(model, tmp_path, max_lag, engines):
-    args = [*LOCKSTEP, "--model.name", model, "--orchestrator.max-lag", str(max_lag)]
+CASES = [
+    (0, 1, "in_flight"),
+    (0, 2, "drain"),
+    (1, 1, "recompute"),
+    (1, 2, "in_flight"),
+    (3, 1, "drain"),
+    (3, 2, "recompute"),
+]
+
+
+@pytest.mark.parametrize(("max_lag", "engines", "mode"), CASES)
+def test_two_runs_are_equal(model, tmp_path, max_lag, engines, mode):
+    args = [*LOCKSTEP, "--model.name", model, "--orchestrator.max-lag", str(max_lag), "--weights.mode", mode]
     args += ["--deployment.infer-ranks", str(engines)]
     with Launch(tmp_path / "one", args, 2 + engines) as first, Launch(tmp_path / "other", args, 2 + engines) as second:
         one, other = first.wait(), second.wait()  # beside each other: the timing differs all the more
@@ -51,6 +65,22 @@ def test_two_runs_are_equal(model, tmp_path, max_lag, engines):
     assert len(one.phase("rl")) == 5
     lags = [record["lag/max"] for record in one.phase("rl")]
     assert max(lags) == 0 if max_lag == 0 else max(lags) >= 1
+    turns = [versions for episode in episodes(one) for versions in versions_by_turn(episode)]
+    mixed = sum(len(set(versions)) > 1 for versions in turns)
+    assert mixed == 0 if mode == "drain" or max_lag == 0 else mixed > 0
+
+
+def episodes(done: Run) -> list[Episode]:
+    """All that were sampled for training."""
+    records = read(done.folder / JOURNAL, AnyRecord)
+    return [episode_from(record.episode) for _, record in records if isinstance(record, Rolled)]
+
+
+def versions_by_turn(episode: Episode) -> list[list[int]]:
+    """The versions that sampled each turn."""
+    (sample,) = episode.samples
+    edges = np.flatnonzero(np.diff(sample.mask.astype(int))) + 1
+    return [part.tolist() for part in np.split(sample.versions, edges) if part[0] >= 0]
 
 
 def test_eight_steps_are_four_steps_a_kill_and_four_steps(model, tmp_path):
