@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py {engine,e2e,trainer,sft,weights,pack,batch} [--json FILE]`.
+"""Benchmarks: `python tools/bench.py {engine,e2e,trainer,sft,weights,pack,batch,async,clock,journal,soak} [--json FILE]`.
 
 Each compares us with the raw limit or a peer in the same run and prints ratios; absolute times belong to the machine.
 One part is one file in `bench_parts/`, with a `main(json_path)`.
@@ -11,7 +11,8 @@ import importlib
 import sys
 from pathlib import Path
 
-PARTS = ("engine", "e2e", "trainer", "sft", "weights", "pack", "batch")
+PARTS = ("engine", "e2e", "trainer", "sft", "weights", "pack", "batch", "async", "clock", "journal", "soak")
+FILES = {"async": "overlap"}  # a word of Python is no name for a module
 
 
 def main() -> None:
@@ -21,7 +22,8 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    importlib.import_module(f"tools.bench_parts.{arguments.part}").main(arguments.json)
+    name = FILES.get(arguments.part, arguments.part)
+    importlib.import_module(f"tools.bench_parts.{name}").main(arguments.json)
 
 
 if __name__ == "__main__":
