@@ -1,4 +1,4 @@
-"""Benchmarks: `python tools/bench.py {engine,e2e,trainer,sft,weights,pack,batch,async,clock,journal,soak} [--json FILE]`.
+"""Benchmarks: `python tools/bench.py PART [--json FILE]`; `--help` lists the parts.
 
 Each compares us with the raw limit or a peer in the same run and prints ratios; absolute times belong to the machine.
 One part is one file in `bench_parts/`, with a `main(json_path)`.

@@ -206,14 +206,20 @@ def _without_old(train: TrainSample, sample: Sample, oldest: int) -> TrainSample
     old_T = (sample.versions >= 0) & (sample.versions < oldest)
     if not old_T.any():
         return train
-    fields = ("pg_weight", "ce_weight", "kl_weight", "entropy_weight")
-    streams = {name: getattr(train, name) for name in fields}
-    kept = {
-        name: np.where(old_T, 0, weight if isinstance(weight, np.ndarray) else weight * (sample.mask == 1))
-        for name, weight in streams.items()
-        if np.any(weight)
-    }
-    return replace(train, **{name: weight_T.astype(np.float32) for name, weight_T in kept.items()})
+
+    def kept(weight: Weight) -> Weight:
+        if not np.any(weight):
+            return weight
+        weight_T = weight if isinstance(weight, np.ndarray) else weight * (sample.mask == 1)
+        return np.where(old_T, 0, weight_T).astype(np.float32)
+
+    return replace(
+        train,
+        pg_weight=kept(train.pg_weight),
+        ce_weight=kept(train.ce_weight),
+        kl_weight=kept(train.kl_weight),
+        entropy_weight=kept(train.entropy_weight),
+    )
 
 
 def _observed(sample: Sample, weight: float) -> np.ndarray:

@@ -55,6 +55,7 @@ from spmd_rl.world.messages import Partial, Trained
 from spmd_rl.world.wire import encode
 
 AHEAD = 2  # steps ordered and not yet booked; one trains while the next one waits in its queue
+PAUSE_S = 5.0  # how often a paused run says that it is alive
 PAUSED = -1  # stands at the gate for a run that is paused, so that in lockstep no tick passes
 
 
@@ -349,7 +350,8 @@ class Loop:
             if not paused:
                 break
             self.services.gate.enter(PAUSED)
-            await self.steering.changed()
+            await self.steering.changed(PAUSE_S)
+            self.link.heard += 1  # a pause is no stall
             self.services.gate.leave(PAUSED)
         return False
 

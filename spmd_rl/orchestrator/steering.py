@@ -11,6 +11,7 @@ be understood changes nothing and is shown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -78,10 +79,11 @@ class Steering:
         self._commands = deque(entry for entry in self._commands if entry[0] > step)
         return [*(c for c in due if c != "stop"), *(["stop"] if self._stop or "stop" in due else [])]
 
-    async def changed(self) -> None:
-        """Until something new has come."""
+    async def changed(self, most_s: float) -> None:
+        """Until something new has come, or so many seconds are over."""
         self._changed.clear()
-        await self._changed.wait()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), most_s)
 
     async def watch(self) -> None:
         """Look for commands, for ever."""

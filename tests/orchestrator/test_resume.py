@@ -7,6 +7,7 @@ ends when its time is over: whatever happens then, the process is gone. The next
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -179,3 +180,19 @@ def test_damage_is_found_before_anything_is_changed(tmp_path):
     with pytest.raises(CheckpointError, match=r"snapshot.bin is missing"):
         find_past(story.config, "latest")
     assert journal.read_bytes() == whole
+
+
+def test_a_checkpoint_of_another_run_or_command_is_refused(tmp_path):
+    story = Story(replace(make_config(max_steps=99), output_dir=str(tmp_path / "a"), ckpt=CkptConfig(interval=2)))
+    (tmp_path / "a").mkdir()
+    assert not live(story, 9.0, seed=0)
+    (checkpoint, *_) = complete(tmp_path / "a/checkpoints")
+    with pytest.raises(CheckpointError, match=r"is not in output_dir = .*/b: a run goes on where its journal is"):
+        find_past(replace(story.config, output_dir=str(tmp_path / "b")), str(checkpoint))
+    state = json.loads((checkpoint / "state.json").read_text())
+    text = json.dumps(state | {"command": "sft"})
+    (checkpoint / "state.json").write_text(text)
+    sizes = json.loads((checkpoint / "files.json").read_text())
+    (checkpoint / "files.json").write_text(json.dumps(sizes | {"state.json": len(text)}))
+    with pytest.raises(CheckpointError, match=r"was written by main.py sft, and this is rl"):
+        find_past(story.config, str(checkpoint))
