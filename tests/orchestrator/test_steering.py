@@ -48,7 +48,7 @@ def rates(made: Run) -> list[float]:
 
 
 def test_a_learning_rate_holds_from_the_next_step_on(tmp_path):
-    made = steered(tmp_path, (12.0, "set lr=0.5"), (32.0, "set lr=0"))
+    made = steered(tmp_path, (8.0, "set lr=0.5"), (22.0, "set lr=0"))
     assert list(dict.fromkeys(rates(made))) == [-1, 0.5, 0]
     assert [command for _, command in made.report.commands] == ["set lr=0.5", "set lr=0"]
 
