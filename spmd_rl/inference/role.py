@@ -112,7 +112,7 @@ class ReplicaRank:
         self._arrived = False  # what is pulled is complete
         self._held: list[Decision] = []  # requests that wait for a swap (drain)
         self._probe: list[np.ndarray] = []
-        self._told_load = 0.0
+        self._told_load, self._told_steps = 0.0, -1
 
     def lead(self) -> None:
         """The leader's loop."""
@@ -261,8 +261,7 @@ class ReplicaRank:
             self._clock.tell(event)
 
     def _tell_load(self) -> None:
-        now = time.monotonic()
-        if now - self._told_load >= LOAD_EVERY_S:
-            self._told_load = now
-            engine = self._engine
+        now, engine = time.monotonic(), self._engine
+        if now - self._told_load >= LOAD_EVERY_S and engine.steps != self._told_steps:
+            self._told_load, self._told_steps = now, engine.steps
             self._tell(EngineLoad(self._world.rank, engine.steps, engine.step_s, engine.tokens, time.process_time()))

@@ -4,7 +4,7 @@ Part "fake": the main loop as it is, its journal and its checkpoints on a real d
 tests in virtual time. Whatever is fake forgets what it has seen, so what grows is the loop's own. RSS of this process
 is read after every step. Flat means that the mean of the last quarter of the steps is that of the second quarter, but
 for the target's share; the first quarter fills caches and pools. The slope is a least-squares fit over the last three
-quarters: it shows what is too small for the verdict, and the snapshot's size shows what is kept and saved.
+quarters: it shows growth that is too small for the verdict; what grows by step shows sooner in smaller batches.
 
 SOAK_ROLLOUTS overrides how many rollouts are trained on.
 """
