@@ -62,6 +62,7 @@ class Book:
         self.fates: Counter[Fate] = Counter()
         self._config, self._task = o, task
         self._most = config.max_steps * o.groups_per_batch
+        self._origins: dict[int, tuple[int, int]] = {}  # of the groups here: source, and number of the task in it
         self._finished: dict[int, Group] = {}
         self._dropped: list[Group] = []
         self._refill_limit = self._refills = int(refill_limit(o))  # left before the next batch
@@ -128,7 +129,8 @@ class Book:
                     raise ValueError(f"the journal admits group {record.group}, and {self.window.next_id} comes next")
                 self._admit(record, write=False)
             case Rolled():
-                self.open[record.group].episodes[record.sample] = episode_from(record.episode)
+                group = self.open[record.group]
+                group.episodes[record.sample] = episode_from(record.episode, group.task)
             case Closed():
                 self._close(record, write=False)
             case Took():
@@ -152,8 +154,8 @@ class Book:
                 }
                 for group in self.open.values()
             ],
-            "finished": [plain_group(group) for group in self._finished.values()],
-            "dropped": [plain_group(group) for group in self._dropped],
+            "finished": [[*self._origins[group.id], plain_group(group)] for group in self._finished.values()],
+            "dropped": [[*self._origins[group.id], plain_group(group)] for group in self._dropped],
             "counts": [self._refills, self._net, self._groups, self._tokens],
             "drawn": self._drawn,
             "fates": dict(self.fates),
@@ -164,13 +166,14 @@ class Book:
         self.window.restore(state["window"])
         for plain in state["open"]:
             group = self._opened(plain["id"], plain["version"], plain["source"], plain["index"])
-            group.episodes = {sample: episode_from(episode) for sample, episode in plain["episodes"]}
+            group.episodes = {sample: episode_from(episode, group.task) for sample, episode in plain["episodes"]}
             self.open[group.id] = group
-        self._finished = {plain["id"]: group_from(plain) for plain in state["finished"]}
-        self._dropped = [group_from(plain) for plain in state["dropped"]]
+        finished, self._dropped = ([self._closed(*entry) for entry in state[key]] for key in ("finished", "dropped"))
+        self._finished = {group.id: group for group in finished}
         self._refills, self._net, self._groups, self._tokens = state["counts"]
         self._drawn = list(state["drawn"])
         self.fates = Counter(state["fates"])
+        self._expect()
 
     # --- both -------------------------------------------------------------------------------------------------------
 
@@ -184,7 +187,12 @@ class Book:
         return self.open[id]
 
     def _opened(self, id: int, version: int, source: int, index: int) -> OpenGroup:
+        self._origins[id] = (source, index)
         return OpenGroup(id, version, source, index, self._task(source, index))
+
+    def _closed(self, source: int, index: int, plain: dict[str, Any]) -> Group:
+        self._origins[plain["id"]] = (source, index)
+        return group_from(plain, self._task(source, index))
 
     def _close(self, record: Closed, write: bool = True) -> None:
         if write:
@@ -205,9 +213,13 @@ class Book:
             self._finished.pop(id, None)
             self.window.drop(id)
             self._net -= 1
+            if fate != "equal":  # those are handed out, in a way, with the next batch
+                del self._origins[id]
 
     def _hand_out(self, step: int, ids: list[int]) -> Taken:
         dropped, self._dropped = self._dropped, []
+        for id in (*ids, *(group.id for group in dropped)):
+            del self._origins[id]
         self._refills = self._refill_limit
         return Taken(step, [self._finished.pop(id) for id in ids], dropped)
 

@@ -1,8 +1,9 @@
 """Episodes and groups as plain data (dicts, lists, numbers, text, numpy columns) and back, for a journal or a snapshot.
 
-Columns that mostly repeat themselves (mask, versions, temperatures) are kept as runs, so that a token costs the eight
-bytes of its id and its logprob. Wall-clock seconds are left out: what is written is the same in two equal runs.
-Invariant: `episode_from(plain_episode(e))` equals e but for `seconds` and `advantages`, which nobody has set yet.
+A task is left out: whoever reads knows how it is made, and what it holds need not be plain. Columns that mostly repeat
+themselves (mask, versions, temperatures) are kept as runs, so that a token costs the eight bytes of its id and its
+logprob. Wall-clock seconds are left out too: what is written is the same in two equal runs.
+Invariant: `episode_from(plain_episode(e), e.task)` equals e but for `seconds` and `advantages`, which nobody has set.
 """
 
 from __future__ import annotations
@@ -21,18 +22,17 @@ def plain_episode(episode: Episode) -> dict[str, Any]:
     """One episode."""
     reward = episode.reward
     return {
-        "task": asdict(episode.task),
         "samples": [_plain_sample(sample) for sample in episode.samples],
         "reward": asdict(reward),
         "status": episode.status,
     }
 
 
-def episode_from(plain: dict[str, Any]) -> Episode:
-    """The episode that was written."""
+def episode_from(plain: dict[str, Any], task: Task) -> Episode:
+    """The episode that was written, of its task."""
     reward = plain["reward"]
     return Episode(
-        task=Task(**plain["task"]),
+        task=task,
         samples=tuple(_sample_from(sample) for sample in plain["samples"]),
         reward=RewardError(**reward) if "why" in reward else Reward(**reward),
         status=plain["status"],
@@ -42,18 +42,13 @@ def episode_from(plain: dict[str, Any]) -> Episode:
 def plain_group(group: Group) -> dict[str, Any]:
     """One group with its episodes."""
     episodes = [plain_episode(episode) for episode in group.episodes]
-    return {
-        "id": group.id,
-        "task": asdict(group.task),
-        "episodes": episodes,
-        "admitted_version": group.admitted_version,
-    }
+    return {"id": group.id, "episodes": episodes, "admitted_version": group.admitted_version}
 
 
-def group_from(plain: dict[str, Any]) -> Group:
-    """The group that was written."""
-    episodes = tuple(episode_from(episode) for episode in plain["episodes"])
-    return Group(plain["id"], Task(**plain["task"]), episodes, plain["admitted_version"])
+def group_from(plain: dict[str, Any], task: Task) -> Group:
+    """The group that was written, of its task."""
+    episodes = tuple(episode_from(episode, task) for episode in plain["episodes"])
+    return Group(plain["id"], task, episodes, plain["admitted_version"])
 
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from spmd_rl.observe.names import is_time
 from spmd_rl.orchestrator.past import JOURNAL
 from spmd_rl.orchestrator.records import AnyRecord, Rolled
 from spmd_rl.rollouts.plain import episode_from
-from spmd_rl.rollouts.types import Episode
+from spmd_rl.rollouts.types import Episode, Task
 from spmd_rl.world.journal import read
 from tests.e2e.runner import QUICKSTART, Launch, Run, run
 
@@ -44,6 +44,7 @@ def timeless(record: dict) -> dict:
     return {name: value for name, value in record.items() if not is_time(name)}
 
 
+TASK = Task("talk", 0, {})
 CASES = [
     (0, 1, "in_flight"),
     (0, 2, "drain"),
@@ -73,7 +74,7 @@ def test_two_runs_are_equal(model, tmp_path, max_lag, engines, mode):
 def episodes(done: Run) -> list[Episode]:
     """All that were sampled for training."""
     records = read(done.folder / JOURNAL, AnyRecord)
-    return [episode_from(record.episode) for _, record in records if isinstance(record, Rolled)]
+    return [episode_from(record.episode, TASK) for _, record in records if isinstance(record, Rolled)]
 
 
 def versions_by_turn(episode: Episode) -> list[list[int]]:
