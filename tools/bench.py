@@ -11,7 +11,20 @@ import importlib
 import sys
 from pathlib import Path
 
-PARTS = ("engine", "e2e", "trainer", "sft", "weights", "pack", "batch", "async", "clock", "journal", "soak")
+PARTS = (
+    "engine",
+    "e2e",
+    "trainer",
+    "sft",
+    "weights",
+    "pack",
+    "batch",
+    "async",
+    "clock",
+    "journal",
+    "soak",
+    "soak_real",
+)
 FILES = {"async": "overlap"}  # a word of Python is no name for a module
 
 

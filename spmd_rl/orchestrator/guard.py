@@ -23,6 +23,7 @@ from spmd_rl.config.tree import GuardConfig
 
 WATCHED = ("reward/mean", "entropy", "grad_norm", "offpolicy/k3_mean")
 LARGE_KL = 0.1  # nats per token
+REMEMBERED = 1000  # steps, beside those of the first window; a run may take any number
 TINY = 1e-12  # a usual size of zero would make everything a multiple of it
 
 
@@ -46,6 +47,8 @@ class Guard:
     def watch(self, step: int, metrics: Mapping[str, float]) -> Collapse | None:
         """Take in a step; a verdict when the run has collapsed."""
         self._history.append((step, {name: metrics[name] for name in WATCHED if name in metrics}))
+        if len(self._history) > self._config.window + REMEMBERED:
+            del self._history[self._config.window]  # how it began is what entropy is compared with
         reasons = list(self._reasons()) if len(self._history) >= 2 * self._config.window else []
         recent = self._values("reward/mean")[-self._config.window :]
         if len(recent) == self._config.window and median(recent) > self._best:

@@ -55,6 +55,7 @@ from spmd_rl.world.messages import Partial, Trained
 from spmd_rl.world.wire import encode
 
 AHEAD = 2  # steps ordered and not yet booked; one trains while the next one waits in its queue
+REMEMBERED = 100  # checkpoints that a rollback may go back to
 PAUSE_S = 5.0  # how often a paused run says that it is alive
 PAUSED = -1  # stands at the gate for a run that is paused, so that in lockstep no tick passes
 
@@ -154,7 +155,8 @@ class Loop:
             trained = self.trainers.train("rl", step, packed, self._lr)
             self.versions.publish(step)
             previous = self._booked[-1] if self._booked else None
-            self._booked.append(self._tasks.create_task(self._finish(step, batch, packed, trained, previous)))
+            finish = self._tasks.create_task(self._finish(step, batch, packed, trained, previous))
+            self._booked = [*self._booked, finish][-AHEAD:]
             every = self.config.ckpt.interval
             if every and (step % every == 0 or step == self.config.max_steps):
                 await self._save(step)
@@ -261,7 +263,7 @@ class Loop:
         return self.trainers.save(folder, state, snapshot)
 
     def _on_saved(self, folder: str) -> None:
-        self._saved.append((step_of(folder), folder))
+        self._saved = [*self._saved, (step_of(folder), folder)][-REMEMBERED:]
 
     def _parts(self) -> dict[str, Any]:
         """Everything on rank 0 that has a state."""
@@ -271,7 +273,7 @@ class Loop:
     def _snapshot(self, partials: dict[int, Partial]) -> dict[str, Any]:
         services = [self.services, *([self.teacher] if self.teacher else [])]
         return {
-            "journal": self.journal.offset,
+            "journal": self.journal.position,
             "tick": self.lockstep.tick if self.lockstep else 0,
             "parts": {name: part.state() for name, part in self._parts().items()},
             "routers": [service.router.state() for service in services],

@@ -87,7 +87,7 @@ def find_past(config: Config, resume: str) -> Past:
     snapshot = decode((folder / SNAPSHOT).read_bytes())
     lockstep = config.clock.mode == "lockstep"
     # Read to the end even where it is cut off afterwards: damage is found before anything is changed.
-    records = [record for _, record in read(home / JOURNAL, AnyRecord, snapshot["journal"])]
+    records = [record for _, record in read(home / JOURNAL, AnyRecord, snapshot["journal"][0])]
     return Past(str(folder), state["step"], snapshot, [] if lockstep else records)
 
 
@@ -98,7 +98,8 @@ def open_journal(config: Config, past: Past | None) -> Journal:
         path.unlink(missing_ok=True)
         return Journal(path)
     truncate_metrics(config.output_dir, past.step, phases=("rl", "eval"))
-    return Journal(path, keep=past.snapshot["journal"] if config.clock.mode == "lockstep" else None)
+    offset, number = past.snapshot["journal"]
+    return Journal(path, keep=offset if config.clock.mode == "lockstep" else None, known=(offset, number))
 
 
 def _check_common(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:

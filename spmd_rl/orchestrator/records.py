@@ -152,7 +152,7 @@ class Log(Protocol):
 class NoLog:
     """A journal that nobody keeps: of tests, and while a run is put back to where it was."""
 
-    offset = 0
+    position = (0, 0)
 
     def append(self, record: Record) -> None:
         """Forget it."""

@@ -38,16 +38,15 @@ class Report:
         self._folder = Path(config.output_dir)
         self._at, self._tokens, self._busy_s, self._cpu_s = time.monotonic(), 0, 0.0, {}
         self.evaluations: list[dict[str, Any]] = []
-        self.rewards: list[float] = []
         self._collapsed = False  # as of the last step
 
     def state(self) -> dict[str, Any]:
         """What was counted and evaluated so far, for a snapshot."""
-        return {"tokens": self._tokens, "evaluations": self.evaluations, "rewards": self.rewards}
+        return {"tokens": self._tokens, "evaluations": self.evaluations}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Count on from a snapshot."""
-        self._tokens, self.evaluations, self.rewards = state["tokens"], state["evaluations"], state["rewards"]
+        self._tokens, self.evaluations = state["tokens"], state["evaluations"]
 
     def start(self, phase: str, pull: dict[str, float] | None = None) -> None:
         """A phase begins; `pull` is what publishing its first version showed."""
@@ -94,7 +93,6 @@ class Report:
             **self._engine_figures(step_s),
             **self._cpu_figures(),
         }
-        self.rewards.append(batch.stats["reward/mean"])
         self._log(record)
         self._warn_mismatch(step, pull)
         if collapse is not None and not self._collapsed:

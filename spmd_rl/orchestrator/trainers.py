@@ -31,7 +31,7 @@ class Trainers:
         self._trained: dict[tuple[str, int], asyncio.Future[Trained]] = {}
         self._written: dict[str, asyncio.Event] = {}  # folders
         link.listen(Trained, lambda event: self._trained[event.phase, event.step].set_result(event))
-        link.listen(Exported, lambda event: self._written[event.folder].set())
+        link.listen(Exported, lambda event: self._written.pop(event.folder).set())
         link.listen(Saved, self._on_saved)
 
     def train(self, phase: str, step: int, packed: list[Packed], lr: float = -1.0) -> asyncio.Future[Trained]:
@@ -66,7 +66,7 @@ class Trainers:
         await written.wait()
 
     def _on_saved(self, event: Saved) -> None:
-        self._written[event.folder].set()
+        self._written.pop(event.folder).set()
         self._saved(event.folder)
 
 

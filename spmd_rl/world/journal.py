@@ -38,18 +38,24 @@ class Journal:
     Args:
         path: made if absent; an existing one is continued behind its last whole record.
         keep: bytes of an existing file that stay; what follows is cut off. None: all of it but a torn tail.
+        known: an earlier `position`, before which nothing needs to be read again.
     """
 
-    def __init__(self, path: str | Path, keep: int | None = None) -> None:
+    def __init__(self, path: str | Path, keep: int | None = None, known: tuple[int, int] = (0, 0)) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.offset, self._number = (0, 0) if not self.path.exists() else _end(self.path, keep)
+        self.offset, self._number = (0, 0) if not self.path.exists() else _end(self.path, keep, known)
         # Unbuffered: a record is the kernel's when `append` returns, so killing the process loses none.
         self._file = open(self.path, "r+b" if self.path.exists() else "w+b", buffering=0)  # noqa: SIM115
         self._file.truncate(self.offset)
         self._file.seek(self.offset)
         if self.offset == 0:
             self._write(MAGIC)
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(offset, number) of the next record."""
+        return self.offset, self._number
 
     def append(self, record: Any) -> None:
         """Add one message."""
@@ -86,10 +92,14 @@ def read(path: str | Path, type: Any = Any, start: int = 0) -> Iterator[tuple[in
             raise JournalError(f"{path}: the record that ends at byte {end} is not understood: {error}") from error
 
 
-def _end(path: Path, keep: int | None) -> tuple[int, int]:
+def _end(path: Path, keep: int | None, known: tuple[int, int]) -> tuple[int, int]:
     """(offset, number) at which an existing journal goes on."""
-    offset = number = 0
-    for end, _ in _payloads(path, 0):
+    if path.stat().st_size < known[0]:
+        raise JournalError(
+            f"{path} ends before byte {known[0]}, where its checkpoint was taken: restore it from a copy"
+        )
+    offset, number = known
+    for end, _ in _payloads(path, offset):
         if keep is not None and end > keep:
             break
         offset, number = end, number + 1

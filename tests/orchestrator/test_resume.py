@@ -167,7 +167,7 @@ def test_damage_is_found_before_anything_is_changed(tmp_path):
     assert not live(story, 30.0, seed=0)
     journal, newest = tmp_path / JOURNAL, complete(tmp_path / "checkpoints")[-1]
     whole = journal.read_bytes()
-    at = (len(whole) + find_past(story.config, "latest").snapshot["journal"]) // 2
+    at = (len(whole) + find_past(story.config, "latest").snapshot["journal"][0]) // 2
     journal.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
     with pytest.raises(JournalError, match="damaged at byte"):
         find_past(story.config, "latest")

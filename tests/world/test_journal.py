@@ -88,6 +88,25 @@ def test_what_follows_a_checkpoint_is_cut_off(tmp_path):
         Journal(path, keep=ends[0] + 1)
 
 
+def test_what_is_known_is_not_read_again(tmp_path):
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append("a")
+    known = journal.position
+    journal.append("b")
+    journal.close()
+    content = path.read_bytes()
+    path.write_bytes(content[:10] + b"?" + content[11:])  # which nobody sees who begins behind it
+    again = Journal(path, known=known)
+    assert again.position == (len(content), 2)
+    again.append("c")
+    again.close()
+    assert [record for _, record in read(path, start=known[0])] == ["b", "c"]
+    path.write_bytes(content[: known[0] - 1])
+    with pytest.raises(JournalError, match=r"ends before byte .*, where its checkpoint was taken"):
+        Journal(path, known=known)
+
+
 def test_reading_from_the_middle(tmp_path):
     ends = written(tmp_path / "journal", ["a", "b", "c"])
     assert [record for _, record in read(tmp_path / "journal", start=ends[0])] == ["b", "c"]
