@@ -33,7 +33,7 @@ def main(json_path: str | None = None) -> dict[str, Any]:
     minutes = float(os.environ.get("SOAK_MINUTES", MINUTES))
     samples: list[list[float]] = []
     with tempfile.TemporaryDirectory() as folder:
-        args = [*RUN, "--model.name", make_model(f"{folder}/model", vocab_size=265, **SIZES)]
+        args = [*RUN, "--model.name", make_model(f"{folder}/model", **SIZES)]
         with Launch(Path(folder) / "run", args) as launch:
             launch.wait_for_step(5)
             pids = [launch.pid_of(rank) for rank in range(len(ROLES))]
