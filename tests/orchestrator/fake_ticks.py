@@ -76,7 +76,8 @@ class FakeRanks:
 
     def give(self, orders: list[Any]) -> None:
         """Orders to one trainer rank or more; the first one answers."""
-        through = max([time.monotonic(), *(at for at, _ in self._said)]) + self._random.random() * self._jitter_s
+        slow_s = 8 * self._jitter_s  # an optimizer step takes several ticks, or none
+        through = max([time.monotonic(), *(at for at, _ in self._said)]) + self._random.random() * slow_s
         order = orders[0]
         match order:
             case Train():
