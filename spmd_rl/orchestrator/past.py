@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.tree import Config
+from spmd_rl.observe.disk import explain_full_disk
 from spmd_rl.observe.metrics import truncate_metrics
 from spmd_rl.orchestrator.records import AnyRecord, Record
 from spmd_rl.world.checkpoints import SNAPSHOT, CheckpointError, find, read_state
@@ -96,10 +97,15 @@ def open_journal(config: Config, past: Past | None) -> Journal:
     path = Path(config.output_dir) / JOURNAL
     if past is None:
         path.unlink(missing_ok=True)
-        return Journal(path)
+        return Journal(path, writing=explain_full_disk)
     truncate_metrics(config.output_dir, past.step, phases=("rl", "eval"))
     offset, number = past.snapshot["journal"]
-    return Journal(path, keep=offset if config.clock.mode == "lockstep" else None, known=(offset, number))
+    return Journal(
+        path,
+        keep=offset if config.clock.mode == "lockstep" else None,
+        known=(offset, number),
+        writing=explain_full_disk,
+    )
 
 
 def _check_common(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:

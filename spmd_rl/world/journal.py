@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -39,10 +40,17 @@ class Journal:
         path: made if absent; an existing one is continued behind its last whole record.
         keep: bytes of an existing file that stay; what follows is cut off. None: all of it but a torn tail.
         known: an earlier `position`, before which nothing needs to be read again.
+        writing: makes the context of every write, given the folder; it may say better what an OSError means.
     """
 
-    def __init__(self, path: str | Path, keep: int | None = None, known: tuple[int, int] = (0, 0)) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        keep: int | None = None,
+        known: tuple[int, int] = (0, 0),
+        writing: Callable[[Path], AbstractContextManager[None]] = lambda folder: nullcontext(),
+    ) -> None:
+        self.path, self._writing = Path(path), writing
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.offset, self._number = (0, 0) if not self.path.exists() else _end(self.path, keep, known)
         # Unbuffered: a record is the kernel's when `append` returns, so killing the process loses none.
@@ -66,7 +74,8 @@ class Journal:
 
     def sync(self) -> None:
         """Return when everything appended so far is on the disk."""
-        os.fdatasync(self._file.fileno())
+        with self._writing(self.path.parent):
+            os.fdatasync(self._file.fileno())
 
     def close(self) -> None:
         """Sync and close."""
@@ -76,8 +85,9 @@ class Journal:
     def _write(self, data: bytes) -> None:
         self.offset += len(data)
         view = memoryview(data)
-        while view:  # a nearly full disk may take a part
-            view = view[self._file.write(view) :]
+        with self._writing(self.path.parent):
+            while view:  # a nearly full disk may take a part
+                view = view[self._file.write(view) :]
 
 
 def read(path: str | Path, type: Any = Any, start: int = 0) -> Iterator[tuple[int, Any]]:
