@@ -7,6 +7,7 @@ of a run call it on the same config: rank 0 takes the rule for advantages, train
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 from spmd_rl.algorithms import (
     cispo,
@@ -28,7 +29,7 @@ from spmd_rl.algorithms import (
 )
 from spmd_rl.algorithms.baselines import own_rule
 from spmd_rl.algorithms.types import Algorithm, PolicyLoss
-from spmd_rl.config.tree import AlgorithmConfig
+from spmd_rl.config.tree import AlgorithmConfig, OrchestratorConfig
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": grpo.ALGORITHM,
@@ -63,6 +64,26 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     if config.advantage:
         algorithm = replace(algorithm, advantages=own_rule(config.advantage))
     return replace(algorithm, policy=policy_loss(config, algorithm.policy))
+
+
+def resolve_sources(config: OrchestratorConfig) -> dict[int, Algorithm]:
+    """The algorithms of the sources that name one of their own, by number; of them only the advantages are used.
+
+    Raises ValueError for one that is more than a rule for advantages.
+    """
+    found = {}
+    for i, source in enumerate(config.source):
+        if not source.algorithm:
+            continue
+        names = [name for name, known in ALGORITHMS.items() if known.advantages is not None and not known.critic]
+        if source.algorithm not in names:
+            raise ValueError(
+                f"orchestrator.source.{i}.algorithm = {source.algorithm!r} is none whose advantages a source can have "
+                f"of its own; choose {', '.join(names)}"
+            )
+        own: Any = source.algorithm
+        found[i] = resolve(replace(config.algorithm, type=own, advantage=""))
+    return found
 
 
 def policy_loss(config: AlgorithmConfig, own: PolicyLoss) -> PolicyLoss:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from spmd_rl.algorithms import ALGORITHMS, resolve
+from spmd_rl.algorithms import ALGORITHMS, resolve, resolve_sources
 from spmd_rl.algorithms.types import Algorithm
 from spmd_rl.config.errors import ConfigError
 from spmd_rl.config.imports import load_object
@@ -25,6 +25,7 @@ def check_algorithm(config: Config) -> None:
     if not problems:
         try:
             algorithm = resolve(settings)
+            resolve_sources(config.orchestrator)
             if settings.loss:
                 load_object(settings.loss, f"{HERE}.loss")
         except (ImportError, ValueError) as error:

@@ -18,7 +18,7 @@ move with the order); no weight is NaN or infinite.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -54,17 +54,27 @@ class _Members:
 
 
 def weigh(
-    groups: Sequence[Group], algorithm: Algorithm, config: OrchestratorConfig, memory: Memory, oldest: int = 0
+    groups: Sequence[Group],
+    algorithm: Algorithm,
+    config: OrchestratorConfig,
+    memory: Memory,
+    oldest: int = 0,
+    of_sources: Mapping[int, Algorithm] | None = None,
 ) -> Weighed:
     """Weigh a batch; `algorithm` is resolved already. ValueError for rewards or advantages that are not finite.
 
-    Tokens that a policy version below `oldest` sampled get no weight; they count in baselines and denominators.
+    Tokens that a policy version below `oldest` sampled get no weight; they count in baselines and denominators. Sources
+    in `of_sources` (by their number) have advantages by a rule of their own; all else is the batch's.
 
     Advantages speak of the whole batch, shares of the minibatch (one optimizer step) that a group falls into.
     """
     members = [_Members.of(group) for group in groups]
     rewards = [_shaped(rewards_of(g), m, algorithm, config) for g, m in zip(groups, members, strict=True)]
-    advantages = _advantages(groups, members, rewards, algorithm, config.algorithm, memory)
+    advantages: list[GroupAdvantages] = [[] for _ in groups]
+    for rule, own in _by_rule(groups, algorithm, of_sources or {}):
+        parts = [groups[i] for i in own], [members[i] for i in own], [rewards[i] for i in own]
+        for i, values in zip(own, _advantages(*parts, rule, config.algorithm, memory), strict=True):
+            advantages[i] = values
     episodes = [
         [_filled(episode, values) for episode, values in zip(m.episodes, a, strict=True)]
         for m, a in zip(members, advantages, strict=True)
@@ -80,6 +90,20 @@ def weigh(
     stats = {**episode_counts(groups), "batch/samples": float(sum(map(len, minibatches)))}
     stats["batch/sampled_tokens"] = float(sum(n for m in members for tokens in m.tokens for n in tokens))
     return Weighed([_with_episodes(g, e) for g, e in zip(groups, episodes, strict=True)], minibatches, stats)
+
+
+def _by_rule(
+    groups: Sequence[Group], algorithm: Algorithm, of_sources: Mapping[int, Algorithm]
+) -> list[tuple[Algorithm, list[int]]]:
+    """Places of the groups that share a rule for advantages: sources of one rule are one batch to it."""
+    shared: list[tuple[Algorithm, list[int]]] = []
+    for i, group in enumerate(groups):
+        rule = of_sources.get(group.source, algorithm)
+        own = next((places for other, places in shared if other is rule), None)
+        if own is None:
+            shared.append((rule, own := []))
+        own.append(i)
+    return shared
 
 
 def _shaped(rewards_E: np.ndarray, members: _Members, algorithm: Algorithm, config: OrchestratorConfig) -> np.ndarray:

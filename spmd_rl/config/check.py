@@ -7,12 +7,13 @@ number of ranks is `spmd_rl.world.mesh`; whether vLLM knows an argument is the e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
+from spmd_rl.config.check_sources import check_evaluation, check_sampling, check_sources
 from spmd_rl.config.errors import ConfigError
-from spmd_rl.config.tree import Config, OptimConfig, SchedulerConfig, SourceConfig
+from spmd_rl.config.tree import Config, OptimConfig, SchedulerConfig
 
 POSITIVE = (
     "trainer.optim.eps",
@@ -59,6 +60,7 @@ AT_LEAST = {
     "orchestrator.max_lag": 0,
     "orchestrator.sampling.max_tokens": 1,
     "orchestrator.max_error_rate": 0,
+    "orchestrator.max_retries": 0,
     "orchestrator.algorithm.max_refill": 0,
     "orchestrator.algorithm.minibatches": 1,
     "orchestrator.algorithm.overlong_buffer": -1,
@@ -72,6 +74,9 @@ AT_LEAST = {
     "orchestrator.eval.tasks": 0,
     "orchestrator.eval.interval": 0,
     "orchestrator.eval.samples": 0,
+    "orchestrator.eval.temperature": 0,
+    "orchestrator.eval.top_k": 0,
+    "orchestrator.eval.max_tokens": 0,
     "inference.tp": 1,
     "inference.threads": 1,
     "deployment.train_ranks": 0,
@@ -97,8 +102,6 @@ AT_LEAST = {
     "guard.window": 1,
     "guard.max_rollbacks": 0,
 }
-
-OF_ENVIRONMENTS = ("env", "args", "ratio")  # keys of a source that mean something beside `env`
 
 # vLLM's arguments that follow from keys of this tree: a second place to set them could only disagree with the first.
 ENGINE_ARGS_ELSEWHERE = {
@@ -137,8 +140,9 @@ def check(config: Config) -> None:
         _ranges,
         _run,
         _batches,
-        _sampling,
-        _sources,
+        check_sampling,
+        check_sources,
+        check_evaluation,
         _optimizers,
         _precision,
         _engine,
@@ -225,70 +229,6 @@ def _batches(c: Config) -> Iterator[str]:
             f"orchestrator.batch_size = {batch} is not a multiple of orchestrator.group_size = {group}: a batch holds "
             f"whole groups; set batch_size to {nearest}, or another group_size"
         )
-
-
-def _sampling(c: Config) -> Iterator[str]:
-    sampling = c.orchestrator.sampling
-    why = (
-        "training needs the probability of every token under the full distribution, and a truncated one differs from "
-        "what the trainer computes"
-    )
-    if sampling.top_p != 1:
-        yield f"orchestrator.sampling.top_p = {sampling.top_p}: {why}; set it to 1 and sharpen with temperature instead"
-    if sampling.top_k != 0:
-        yield f"orchestrator.sampling.top_k = {sampling.top_k}: {why}; set it to 0 and sharpen with temperature instead"
-    if sampling.max_tokens >= c.seq_len:
-        yield (
-            f"orchestrator.sampling.max_tokens = {sampling.max_tokens} leaves no room for a prompt in "
-            f"seq_len = {c.seq_len}: lower the first or raise the second"
-        )
-
-
-def _sources(c: Config) -> Iterator[str]:
-    if not c.orchestrator.source:
-        yield "orchestrator.source is empty: add a [[orchestrator.source]] with an env or data"
-    for i, source in enumerate(c.orchestrator.source):
-        yield from _source(f"orchestrator.source.{i}", source)
-        if not source.ratio > 0:
-            yield (
-                f"orchestrator.source.{i}.ratio = {source.ratio}: must be greater than 0; take a source out by "
-                "deleting its table"
-            )
-
-
-def _source(here: str, source: SourceConfig) -> Iterator[str]:
-    if bool(source.env) == bool(source.data):
-        both = "both env and data are" if source.env else "neither env nor data is"
-        yield f"{here}: {both} set; name an environment (pkg.mod:Class, file.py:Class) or a dataset with a reward"
-    if source.env and not source.data:
-        changed = [f.name for f in fields(source) if f.name not in OF_ENVIRONMENTS and _changed(source, f)]
-        if changed:
-            yield f"{here}.{changed[0]} belongs to a dataset, and env = {source.env}: set data instead, or remove it"
-    if source.data and not source.reward:
-        yield (
-            f"{here}.reward is empty: say what a good answer to a row of {source.data} is: exact, regex, json_schema, "
-            "math, file.py:function or pkg.mod:function"
-        )
-    if source.data and source.args:
-        yield f"{here}.args belong to an environment; those of a built-in reward are reward_args"
-    if not 0 <= source.heldout_share < 1:
-        yield f"{here}.heldout_share = {source.heldout_share}: is a share of the rows; must be 0 or more and below 1"
-    if source.max_tokens < 0:
-        yield f"{here}.max_tokens = {source.max_tokens}: must be 0 (orchestrator.sampling.max_tokens) or more"
-    if source.system and not source.chat:
-        yield f"{here}.system is a chat message, and {here}.chat is off: set chat = true, or write it into prompt"
-    if source.reward_workers < 1:
-        yield f"{here}.reward_workers = {source.reward_workers}: must be 1 or more"
-    if not source.reward_s > 0:
-        yield f"{here}.reward_s = {source.reward_s}: must be greater than 0"
-    for name, weight in source.weights.items():
-        if type(weight) not in (int, float):
-            yield f"{here}.weights.{name} = {weight!r}: must be a number"
-
-
-def _changed(source: SourceConfig, key: Field[Any]) -> bool:
-    default = key.default_factory() if key.default is MISSING and key.default_factory is not MISSING else key.default
-    return bool(getattr(source, key.name) != default)
 
 
 def _optimizers(c: Config) -> Iterator[str]:

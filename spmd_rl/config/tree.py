@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmd_rl.config.tasks import EvalConfig, SamplingConfig, SourceConfig
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -167,51 +169,6 @@ class AlgorithmConfig:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """How rollouts are sampled. Truncated distributions (top-p, top-k) are refused for training."""
-
-    temperature: float = 1.0
-    max_tokens: int = 256  # new tokens per generation
-    top_p: float = 1.0
-    top_k: int = 0  # 0 = off
-    ignore_eos: bool = False  # go on to max_tokens whatever is sampled
-
-
-@dataclass(frozen=True)
-class SourceConfig:
-    """One source of tasks: an environment's class (`env`), or a dataset and a reward (`data`, `reward`)."""
-
-    env: str = ""  # a built-in name, `pkg.mod:Class` or `file.py:Class`
-    args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the environment's class
-    ratio: float = 1.0  # share of groups drawn from this source, relative to the other sources
-    data: str = ""  # *.jsonl, *.parquet (a folder, a pattern) or a Hub dataset id
-    split: str = "train"  # of a Hub dataset
-    heldout: str = ""  # dataset for evaluation, or the name of the Hub dataset's split; empty: a share of `data`
-    heldout_share: float = 0.1  # of the rows, kept from training where `heldout` is empty
-    prompt: str = "{prompt}"  # a format string over the row's columns
-    chat: bool = False  # the prompt is a user's message, in the tokenizer's chat template
-    system: str = ""  # a system message before it
-    messages: str = ""  # column of chat messages, in place of `prompt`
-    answer: str = ""  # column of the right answer: for built-in rewards, the warm-up and hints
-    hint: str = ""  # like `prompt`, but giving the answer away: for self-distillation
-    max_tokens: int = 0  # new tokens per rollout; 0 = orchestrator.sampling.max_tokens
-    reward: str = ""  # exact, regex, json_schema, math, `pkg.mod:function` or `file.py:function`
-    reward_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of a built-in reward
-    weights: dict[str, Any] = field(default_factory=dict)  # of a reward's named parts; 1 where not named
-    reward_s: float = 30.0  # deadline of one reward
-    reward_workers: int = 2  # processes of the reward math; other rewards run in threads
-
-
-@dataclass(frozen=True)
-class EvalConfig:
-    """Held-out tasks, evaluated on the training engines at step 0, every `interval` steps and at the end."""
-
-    tasks: int = 64  # held-out tasks per source; 0 = never evaluate
-    interval: int = 0  # optimizer steps between evaluations; 0 = only at the start and at the end
-    samples: int = 4  # sampled rollouts per task, beside one greedy rollout
-
-
-@dataclass(frozen=True)
 class OrchestratorConfig:
     """Rank 0: what is sampled, how stale it may be, what one optimizer step consumes."""
 
@@ -228,7 +185,9 @@ class OrchestratorConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     max_token_lag: int = 0  # sampled tokens older than so many optimizer steps are not trained on; 0 = all are
     max_off_policy_steps: int = 0  # rollouts that run for more optimizer steps than that are dropped; 0 = never
+    max_retries: int = 1  # how often a rollout that failed is tried again
     max_error_rate: float = 0.2  # the run stops when more than this share of recent rollouts failed
+    reward_gate: tuple[float, float] = (0.0, 0.0)  # groups with a mean reward outside are replaced; equal = off
     shuffle_rewards: bool = False  # a control: rewards are permuted inside each batch, so nothing may be learned
 
     @property

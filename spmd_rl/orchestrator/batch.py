@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,15 +48,17 @@ def make_batch(
     memory: Memory,
     seed: int,
     oldest: int = 0,
+    of_sources: Mapping[int, Algorithm] | None = None,
 ) -> Batch:
     """Let the algorithm weigh the groups, each minibatch with denominators of its own.
 
     `dropped` are the groups of equal rewards that others took the place of: they are in the statistics of rewards,
     which would speak of the undecided tasks alone without them. With `shuffle_rewards` (a control) rewards change
-    places first; `seed` is that of the shuffle. Tokens of policy versions below `oldest` are not trained on.
+    places first; `seed` is that of the shuffle. Tokens of policy versions below `oldest` are not trained on. Sources in
+    `of_sources` have rules of their own.
     """
     rewarded = shuffle_rewards(groups, seed) if config.shuffle_rewards else groups
-    weighed = weigh(rewarded, algorithm, config, memory, oldest)
+    weighed = weigh(rewarded, algorithm, config, memory, oldest, of_sources)
     stats = weighed.stats | reward_stats([*groups, *dropped]) | {"groups/refilled": float(len(dropped))}
     batch = Batch(weighed.groups, weighed.minibatches, stats)
     if config.max_token_lag:

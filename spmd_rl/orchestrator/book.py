@@ -16,13 +16,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd_rl.algorithms import resolve
-from spmd_rl.algorithms.lengths import sampled_tokens
+from spmd_rl.algorithms.lengths import rewards_of, sampled_tokens
 from spmd_rl.algorithms.weigh import zero_variance
 from spmd_rl.config.tree import Config, OrchestratorConfig
+from spmd_rl.orchestrator.curriculum import make_curriculum
 from spmd_rl.orchestrator.records import Admitted, Closed, Fate, Log, Record, Released, Rolled, Took
 from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.plain import episode_from, group_from, plain_episode, plain_group
 from spmd_rl.rollouts.types import Episode, Group, Task
+
+REPLACED = ("equal", "gated")  # dropped for what their rewards are
 
 
 @dataclass
@@ -65,10 +68,12 @@ class Book:
         self._origins: dict[int, tuple[int, int]] = {}  # of the groups here: source, and number of the task in it
         self._finished: dict[int, Group] = {}
         self._dropped: list[Group] = []
+        self._skips_equal = skips_equal(o)
         self._refill_limit = self._refills = int(refill_limit(o))  # left before the next batch
         self._net = 0  # groups admitted and not dropped
         self._groups = self._tokens = 0  # closed so far, and what they sampled
-        self._drawn = [0] * len(o.source)  # tasks drawn per source: the data cursors
+        self._curricula = [make_curriculum(source) for source in o.source]  # the data cursors
+        self._sizes = [source.group_size or o.group_size for source in o.source]
 
     # --- what happens ---------------------------------------------------------------------------------------------
 
@@ -78,7 +83,7 @@ class Book:
         if self._net >= self._most or self.window.can_admit() <= 0:
             return None
         source = self._draw()
-        return self._admit(Admitted(self.window.next_id, version, source, self._drawn[source]))
+        return self._admit(Admitted(self.window.next_id, version, source, self._curricula[source].next()))
 
     def rolled(self, group: int, sample: int, episode: Episode) -> None:
         """A rollout ended."""
@@ -91,7 +96,9 @@ class Book:
         fate: Fate = "finished"
         if not any(episode.valid for episode in whole.episodes):
             fate = "invalid"
-        elif self._refills > 0 and zero_variance(whole):
+        elif self._refills > 0 and self._outside(whole):
+            fate = "gated"
+        elif self._refills > 0 and self._skips_equal and zero_variance(whole):
             fate = "equal"
         self._close(Closed(group, fate))
         return fate
@@ -124,7 +131,6 @@ class Book:
         match record:
             case Admitted():
                 self._expect()
-                self._drawn[record.source] = record.index
                 if record.group != self.window.next_id:
                     raise ValueError(f"the journal admits group {record.group}, and {self.window.next_id} comes next")
                 self._admit(record, write=False)
@@ -157,7 +163,7 @@ class Book:
             "finished": [[*self._origins[group.id], plain_group(group)] for group in self._finished.values()],
             "dropped": [[*self._origins[group.id], plain_group(group)] for group in self._dropped],
             "counts": [self._refills, self._net, self._groups, self._tokens],
-            "drawn": self._drawn,
+            "curricula": [curriculum.state() for curriculum in self._curricula],
             "fates": dict(self.fates),
         }
 
@@ -171,7 +177,8 @@ class Book:
         finished, self._dropped = ([self._closed(*entry) for entry in state[key]] for key in ("finished", "dropped"))
         self._finished = {group.id: group for group in finished}
         self._refills, self._net, self._groups, self._tokens = state["counts"]
-        self._drawn = list(state["drawn"])
+        for curriculum, saved in zip(self._curricula, state["curricula"], strict=True):
+            curriculum.restore(saved)
         self.fates = Counter(state["fates"])
         self._expect()
 
@@ -181,7 +188,7 @@ class Book:
         if write:
             self._write(record)
         self._net += 1
-        self._drawn[record.source] += 1
+        self._curricula[record.source].drew(record.index)
         id = self.window.admit(record.version)
         self.open[id] = self._opened(id, record.version, record.source, record.index)
         return self.open[id]
@@ -199,13 +206,15 @@ class Book:
             self._write(record)
         id, fate = record.group, record.fate
         self.fates[fate] += 1
-        if fate in ("finished", "equal", "invalid"):
+        if fate in ("finished", "equal", "gated", "invalid"):
             group = self._whole(id)
+            if len(rewards := rewards_of(group)):
+                self._curricula[group.source].ended(self.open[id].index, float(rewards.mean()))
             self._groups, self._tokens = self._groups + 1, self._tokens + group_tokens(group)
             if fate == "finished":
                 self._finished[id] = group
                 self.window.finish(id)
-            elif fate == "equal":
+            elif fate in REPLACED:
                 self._refills -= 1
                 self._dropped.append(without_tokens(group))
         self.open.pop(id, None)
@@ -213,7 +222,7 @@ class Book:
             self._finished.pop(id, None)
             self.window.drop(id)
             self._net -= 1
-            if fate != "equal":  # those are handed out, in a way, with the next batch
+            if fate not in REPLACED:  # those are handed out, in a way, with the next batch
                 del self._origins[id]
 
     def _hand_out(self, step: int, ids: list[int]) -> Taken:
@@ -225,8 +234,13 @@ class Book:
 
     def _whole(self, id: int) -> Group:
         group = self.open[id]
-        episodes = tuple(group.episodes[sample] for sample in range(self._config.group_size))
-        return Group(id, group.task, episodes, group.version)
+        episodes = tuple(group.episodes[sample] for sample in range(self._sizes[group.source]))
+        return Group(id, group.task, episodes, group.version, group.source)
+
+    def _outside(self, group: Group) -> bool:
+        """Whether the group's mean reward is outside of the gate, where there is one."""
+        low, high = self._config.reward_gate
+        return low < high and not low <= float(rewards_of(group).mean()) <= high
 
     def _enough(self, batch: list[int]) -> bool:
         """Batches counted in tokens are complete with fewer groups than the window's number."""
@@ -241,7 +255,7 @@ class Book:
         """
         if self._config.batch_unit != "tokens":
             return
-        size = self._config.group_size * self._config.sampling.max_tokens
+        size = max(self._sizes) * self._config.sampling.max_tokens
         if self._groups:
             size = max(1, self._tokens // self._groups)
         self.window.expect(-(-self._config.batch_size // size))
@@ -249,18 +263,23 @@ class Book:
     def _draw(self) -> int:
         """The source that is furthest behind its ratio; ties go to the first."""
         sources = self._config.source
-        return min(range(len(sources)), key=lambda s: (self._drawn[s] + 1) / sources[s].ratio)
+        return min(range(len(sources)), key=lambda s: (self._curricula[s].drawn + 1) / sources[s].ratio)
 
     def _write(self, record: Record) -> None:
         self.log.append(record)
 
 
-def refill_limit(config: OrchestratorConfig) -> float:
-    """How many groups of equal rewards may be dropped per batch; 0 where they teach something, or shall be kept."""
+def skips_equal(config: OrchestratorConfig) -> bool:
+    """Whether groups of equal rewards are dropped: they teach something, or shall be kept, where not."""
     algorithm = resolve(config.algorithm)
     compares = algorithm.baseline == "group" and algorithm.learns == "advantages"
-    keep = config.algorithm.zero_variance == "keep" or not compares
-    return 0.0 if keep else config.algorithm.max_refill * config.groups_per_batch
+    return compares and config.algorithm.zero_variance != "keep"
+
+
+def refill_limit(config: OrchestratorConfig) -> float:
+    """How many groups may be dropped per batch for what their rewards are; others take their places."""
+    low, high = config.reward_gate
+    return config.algorithm.max_refill * config.groups_per_batch if skips_equal(config) or low < high else 0.0
 
 
 def group_tokens(group: Group) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from spmd_rl.algorithms import resolve, supervised
+from spmd_rl.algorithms import resolve, resolve_sources, supervised
 from spmd_rl.algorithms.types import Memory
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
@@ -45,6 +45,7 @@ from spmd_rl.orchestrator.records import (
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.sampler import Sampler, Services
 from spmd_rl.orchestrator.seeds import seed_of
+from spmd_rl.orchestrator.sources import make_sources
 from spmd_rl.orchestrator.steering import Steering, parse
 from spmd_rl.orchestrator.trainers import Trainers
 from spmd_rl.orchestrator.versions import Versions
@@ -83,8 +84,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.stopped_at = -1  # the step at which somebody stopped the run
+        self.sources = make_sources(self.config, self.envs)
         self._book = Book(self.config, lambda source, index: self.envs[source].task(index, "train"), self.journal)
         self._algorithm, self._memory = resolve(self.config.orchestrator.algorithm), Memory()
+        self._of_sources = resolve_sources(self.config.orchestrator)
         self.trainers = Trainers(self.link, self._on_saved)
         self._guard = Guard(self.config.guard)
         self._collapse: Collapse | None = None  # seen, and not yet acted on
@@ -97,7 +100,7 @@ class Loop:
     async def run(self) -> None:
         """The whole run."""
         async with asyncio.TaskGroup() as self._tasks:
-            self._sampler = Sampler(self.teacher or self.services, self.envs, self._book, self._tasks)
+            self._sampler = Sampler(self.teacher or self.services, self.sources, self._book, self._tasks)
             if self.steering:
                 self.steering.heard = self._sampler.wake
             step = await self._begin() if self.past is None else await self._take_up(self.past)
@@ -169,7 +172,9 @@ class Loop:
         o, step = self.config.orchestrator, taken.step
         oldest = step - 1 - o.max_token_lag if o.max_token_lag else 0
         seed = seed_of(self.config.seed, "shuffle", step)
-        batch = make_batch(taken.groups, taken.dropped, o, self._algorithm, self._memory, seed, oldest)
+        batch = make_batch(
+            taken.groups, taken.dropped, o, self._algorithm, self._memory, seed, oldest, self._of_sources
+        )
         return batch, [pack(samples, self.link.trainers, self.config.seq_len) for samples in batch.minibatches]
 
     async def _finish(
@@ -183,6 +188,7 @@ class Loop:
         """Free the slots of a step as soon as its weights serve; book it when all that belongs to it is known."""
         await self.versions.wait_everywhere(step)
         batch.stats.update(self._sampler.release([group.id for group in batch.groups], step))
+        batch.stats.update(self.services.rollouts.errors())
         if previous is not None:
             await previous
         collapse = self._book_step(step, batch, packed, await trained, await self.versions.report(step))
@@ -379,9 +385,9 @@ class Loop:
 
     async def _evaluate(self, step: int) -> None:
         if self.config.orchestrator.eval.tasks:
-            metrics, episodes = await evaluate(self.services, self.envs, step)
-            self.journal.append(Evaluated(step, timeless(metrics)))
-            self.report.evaluation(step, metrics, episodes)
+            evaluation = await evaluate(self.services, self.sources, step)
+            self.journal.append(Evaluated(step, timeless(evaluation.metrics)))
+            self.report.evaluation(evaluation)
 
     async def _export(self, name: str) -> None:
         await self.trainers.export(str((Path(self.config.output_dir) / name).resolve()))

@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_rl.observe.names import is_time
 
-Fate = Literal["finished", "invalid", "equal", "discarded", "stale"]
+Fate = Literal["finished", "invalid", "equal", "gated", "discarded", "stale"]
 
 
 class Record(msgspec.Struct, tag=True, frozen=True):

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from spmd_rl.config.tree import Config
+from spmd_rl.observe.evaluations import write_evaluation
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.progress import Progress
 from spmd_rl.observe.samples import write_samples
 from spmd_rl.orchestrator import first_step
 from spmd_rl.orchestrator.batch import Batch
+from spmd_rl.orchestrator.evaluate import Evaluation
 from spmd_rl.orchestrator.guard import ADVICE, Collapse
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.rollouts.packing import Packed
@@ -133,12 +135,14 @@ class Report:
         for warning in first_step.warnings(batch):
             self._progress.write(f"warning: {warning}\n")
 
-    def evaluation(self, step: int, metrics: dict[str, float], episodes: list[Episode]) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """An evaluation is complete."""
-        record = {"phase": "eval", "step": step, "version": step, **metrics}
+        step = evaluation.step
+        record = {"phase": "eval", "step": step, "version": step, **evaluation.metrics}
         self.evaluations.append(record)
         self._log(record)
-        self._write_samples("eval", step, episodes)
+        write_evaluation(self._folder, evaluation.plain())
+        self._write_samples("eval", step, evaluation.shown)
         if step == 0:  # later ones run beside training: their time and tokens are those of the steps meanwhile
             self._count_from_here()
 

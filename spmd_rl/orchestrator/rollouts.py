@@ -32,27 +32,27 @@ class Rollouts:
     """Runs rollouts and keeps count of how they ended."""
 
     def __init__(self, config: Config) -> None:
-        self._deadline_s, self._seq_len = config.deadlines.env_s, config.seq_len
+        self._seq_len = config.seq_len
         self._max_error_rate = config.orchestrator.max_error_rate
         self._recent: deque[bool] = deque(maxlen=max(RECENT, config.orchestrator.batch_size))
         self._first: list[str] = []
         self.statuses: Counter[Status] = Counter()
+        self._errors: Counter[str] = Counter()  # by kind, since they were last asked for
 
-    async def run(self, env: Environment, task: Task, policy: Policy) -> Episode:
+    async def run(self, env: Environment, task: Task, policy: Policy, deadline_s: float) -> Episode:
         """One episode. TooManyFailures when the error rate is above the limit."""
         clock = asyncio.get_running_loop()
         started = clock.time()
         try:
-            async with asyncio.timeout(self._deadline_s) as deadline:
+            async with asyncio.timeout(deadline_s) as deadline:
                 episode = _checked(await env.rollout(task, policy), task, self._seq_len)
         except asyncio.CancelledError as error:
             if asyncio.current_task().cancelling():
                 raise  # the run ends
             episode = _failed(task, error)  # something inside the environment was cancelled
         except TimeoutError as error:
-            late = f"no result within deadlines.env_s = {self._deadline_s:g} s"
-            own = not deadline.expired()
-            episode = _failed(task, error) if own else Episode(task, (), RewardError(late), status="timeout")
+            late = RewardError(f"no result within {deadline_s:g} s (deadlines.env_s, source.rollout_s)", "deadline")
+            episode = Episode(task, (), late, status="timeout") if deadline.expired() else _failed(task, error)
         except Exception as error:
             episode = _failed(task, error)
         self._count(episode)
@@ -60,20 +60,32 @@ class Rollouts:
 
     def state(self) -> dict[str, Any]:
         """Counts and errors so far, for a snapshot."""
-        return {"recent": list(self._recent), "first": self._first, "statuses": dict(self.statuses)}
+        return {
+            "recent": list(self._recent),
+            "first": self._first,
+            "statuses": dict(self.statuses),
+            "errors": dict(self._errors),
+        }
+
+    def errors(self) -> dict[str, float]:
+        """Rollouts that failed since the last call, by kind, as metrics."""
+        errors, self._errors = self._errors, Counter()
+        return {f"errors/{kind}": float(count) for kind, count in sorted(errors.items())}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Count on from a snapshot."""
         self._recent.extend(state["recent"])
         self._first, self.statuses = list(state["first"]), Counter(state["statuses"])
+        self._errors = Counter(state["errors"])
 
     def _count(self, episode: Episode) -> None:
         self.statuses[episode.status] += 1
         self._recent.append(not episode.valid)
         if episode.valid:
             return
+        error = isinstance(episode.reward, RewardError)
+        self._errors[episode.reward.kind if error else episode.status] += 1
         if len(self._first) < 3:
-            error = isinstance(episode.reward, RewardError)
             why = episode.reward.why if error else f"the environment gave it the status {episode.status}"
             self._first.append(f"task {episode.task.source} #{episode.task.index}: {why}")
         failed, count = sum(self._recent), len(self._recent)
@@ -85,7 +97,8 @@ class Rollouts:
 
 
 def _failed(task: Task, error: BaseException) -> Episode:
-    return Episode(task, (), RewardError("".join(traceback.format_exception(error))), status="failed")
+    why = RewardError("".join(traceback.format_exception(error)), type(error).__name__)
+    return Episode(task, (), why, status="failed")
 
 
 def _checked(episode: Episode, task: Task, seq_len: int) -> Episode:
@@ -94,7 +107,7 @@ def _checked(episode: Episode, task: Task, seq_len: int) -> Episode:
         raise TypeError(f"the environment returned {type(episode).__name__}, not an Episode")
     reward = episode.reward
     if isinstance(reward, Reward) and not math.isfinite(reward.value):
-        return replace(episode, reward=RewardError(f"the reward is {reward.value}"), status="failed")
+        return replace(episode, reward=RewardError(f"the reward is {reward.value}", "not_finite"), status="failed")
     if not isinstance(reward, Reward | RewardError):
         raise TypeError(f"the episode's reward is {type(reward).__name__}; return Reward(number) or RewardError(why)")
     for sample in episode.samples:

@@ -17,7 +17,6 @@ import numpy as np
 
 from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import Config, SamplingConfig
-from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator.book import Book, OpenGroup, Taken
 from spmd_rl.orchestrator.gate import Gate
 from spmd_rl.orchestrator.link import Link
@@ -25,6 +24,7 @@ from spmd_rl.orchestrator.policy import Call, RolloutPolicy
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.router import Router
 from spmd_rl.orchestrator.seeds import seed_of
+from spmd_rl.orchestrator.sources import Source
 from spmd_rl.rollouts.types import Episode, Task
 from spmd_rl.world.messages import Partial
 
@@ -59,30 +59,58 @@ class Services:
             past=past,
         )
 
-    async def attempt(self, env: Environment, task: Task, policy: RolloutPolicy) -> Episode:
-        """One rollout, from its beginning to the moment at which its end counts."""
-        async with policy.attempt():
-            return await self.rollouts.run(env, task, policy)
+    async def attempt(
+        self, source: Source, task: Task, policy: Callable[[int], RolloutPolicy], number: int = 0
+    ) -> Episode:
+        """One rollout, from its beginning to the moment at which its end counts; tried again when it fails.
+
+        `policy(n)` makes the policy of try n; the first one here is `number`.
+        """
+        while True:
+            made = policy(number)
+            async with made.attempt():
+                episode = await self.rollouts.run(source.env, task, made, source.rollout_s)
+            final = episode.valid or episode.status == "timeout" or made.changed_course
+            if final or number >= self.config.orchestrator.max_retries:
+                return episode
+            number += 1
+
+
+@dataclass(frozen=True)
+class _Try:
+    """A rollout in progress."""
+
+    number: int  # how often it was tried before
+    policy: RolloutPolicy
+
+
+@dataclass(frozen=True)
+class _Past:
+    """What a rollout that is taken up again did before."""
+
+    number: int = 0
+    calls: list[Call] = field(default_factory=list)
 
 
 class Sampler:
     """Training rollouts.
 
     Args:
-        envs: one environment per source, in the config's order.
+        sources: in the config's order.
         tasks: the asyncio task group in which rollouts run; the first exception ends the run.
     """
 
-    def __init__(self, services: Services, envs: list[Environment], book: Book, tasks: asyncio.TaskGroup) -> None:
-        self._services, self._envs, self._book, self._tasks = services, envs, book, tasks
+    def __init__(self, services: Services, sources: list[Source], book: Book, tasks: asyncio.TaskGroup) -> None:
+        self._services, self._sources, self._book, self._tasks = services, sources, book, tasks
         orchestrator = services.config.orchestrator
-        self._group_size, self._patience = orchestrator.group_size, orchestrator.max_off_policy_steps
+        self._patience = orchestrator.max_off_policy_steps
+        self._largest = max(source.group_size for source in sources)
         self._hints = resolve(orchestrator.algorithm).teacher == "hint"
         self._version = 0  # on the engines
         self._stopped = False
         self._running: dict[int, asyncio.Task[None]] = {}  # by group
-        self._policies: defaultdict[int, dict[int, RolloutPolicy]] = defaultdict(dict)  # by group and sample
-        self._past: dict[int, dict[int, list[Call]]] = {}  # calls of rollouts that are taken up again
+        self._tries: defaultdict[int, dict[int, _Try]] = defaultdict(dict)  # by group and sample
+        self._past: dict[int, dict[int, _Past]] = {}  # of rollouts that are taken up again
         self._changed = asyncio.Event()
 
     def admit(self, version: int) -> None:
@@ -144,18 +172,18 @@ class Sampler:
         """What every rollout in progress asked and heard, as plain data; `partials` by request id."""
         plain = []
         for group in self._book.open.values():
-            for sample, policy in self._policies[group.id].items():
-                for call in policy.calls:
+            for sample, running in self._tries[group.id].items():
+                for call in running.policy.calls:
                     call.partial = partials.get(call.request) if call.answer is None else None
-                heard = [call.plain() for call in policy.calls if call.answer or call.partial]
-                plain.append([group.id, sample, heard])
+                heard = [call.plain() for call in running.policy.calls if call.answer or call.partial]
+                plain.append([group.id, sample, running.number, heard])
         return plain
 
     def take_up(self, calls: list[Any], version: int) -> None:
         """Run the rollouts of all open groups that have not ended, with `version` on the engines."""
         self._version = version
-        for group, sample, heard in calls:
-            self._past.setdefault(group, {})[sample] = [Call.of(plain) for plain in heard]
+        for group, sample, number, heard in calls:
+            self._past.setdefault(group, {})[sample] = _Past(number, [Call.of(plain) for plain in heard])
         for open_group in self._book.open.values():
             self._start(open_group)
         self._past = {}
@@ -166,33 +194,38 @@ class Sampler:
         past = self._past.get(group.id, {})
         self._running[group.id] = self._tasks.create_task(self._run_group(group, past))
 
-    async def _run_group(self, group: OpenGroup, past: dict[int, list[Call]]) -> None:
-        todo = [sample for sample in range(self._group_size) if sample not in group.episodes]
-        await asyncio.gather(*(self._run_rollout(group, sample, past.get(sample, [])) for sample in todo))
+    async def _run_group(self, group: OpenGroup, past: dict[int, _Past]) -> None:
+        size = self._sources[group.source].group_size
+        todo = [sample for sample in range(size) if sample not in group.episodes]
+        await asyncio.gather(*(self._run_rollout(group, sample, past.get(sample, _Past())) for sample in todo))
         self._forget(group.id)
         if self._book.close(group.id) != "finished":
             self.admit(self._version)
         self._changed.set()
 
-    async def _run_rollout(self, group: OpenGroup, sample: int, past: list[Call]) -> None:
-        services, env, task = self._services, self._envs[group.source], group.task
-        policy = services.policy(
-            services.config.orchestrator.sampling,
-            group=group.id,
-            rollout=group.id * self._group_size + sample,
-            seed=seed_of(services.config.seed, "rollout", task.source, task.index, sample),
-            past=past,
-        )
-        self._policies[group.id][sample] = policy
-        episode = await services.attempt(env, task, policy)
-        if policy.changed_course:  # the past is of no use: from the beginning, as if it had never run
-            return await self._run_rollout(group, sample, [])
-        del self._policies[group.id][sample]
-        self._book.rolled(group.id, sample, with_hint(episode, env.hint(task)) if self._hints else episode)
+    async def _run_rollout(self, group: OpenGroup, sample: int, past: _Past) -> None:
+        services, source, task = self._services, self._sources[group.source], group.task
+        name = ("rollout", task.source, task.index, sample)
+
+        def policy(number: int) -> RolloutPolicy:
+            made = services.policy(
+                source.sampling,
+                group=group.id,
+                rollout=group.id * self._largest + sample,
+                seed=seed_of(services.config.seed, *name, *([number] if number else [])),
+                past=past.calls if number == past.number else None,
+            )
+            self._tries[group.id][sample] = _Try(number, made)
+            return made
+
+        episode = await services.attempt(source, task, policy, past.number)
+        if self._tries[group.id].pop(sample).policy.changed_course:  # the past is of no use: from the beginning
+            return await self._run_rollout(group, sample, _Past())
+        self._book.rolled(group.id, sample, with_hint(episode, source.env.hint(task)) if self._hints else episode)
 
     def _forget(self, group: int, cancel: bool = False) -> None:
         self._services.router.forget_group(group)
-        self._policies.pop(group, None)
+        self._tries.pop(group, None)
         task = self._running.pop(group, None)
         if cancel and task is not None:
             task.cancel()
@@ -200,7 +233,8 @@ class Sampler:
     def _tokens_so_far(self, group: int) -> dict[int, int]:
         """Tokens that were sampled for an open group, by sample; those of requests in flight are not known."""
         ended = {s: sum(int(x.mask.sum()) for x in e.samples) for s, e in self._book.open[group].episodes.items()}
-        running = {s: sum(len(c.answer.tokens) for c in p.calls if c.answer) for s, p in self._policies[group].items()}
+        tries = self._tries[group].items()
+        running = {s: sum(len(c.answer.tokens) for c in t.policy.calls if c.answer) for s, t in tries}
         return ended | running
 
 

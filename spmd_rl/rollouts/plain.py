@@ -42,13 +42,18 @@ def episode_from(plain: dict[str, Any], task: Task) -> Episode:
 def plain_group(group: Group) -> dict[str, Any]:
     """One group with its episodes."""
     episodes = [plain_episode(episode) for episode in group.episodes]
-    return {"id": group.id, "episodes": episodes, "admitted_version": group.admitted_version}
+    return {
+        "id": group.id,
+        "episodes": episodes,
+        "admitted_version": group.admitted_version,
+        "source": group.source,
+    }
 
 
 def group_from(plain: dict[str, Any], task: Task) -> Group:
     """The group that was written, of its task."""
     episodes = tuple(episode_from(episode, task) for episode in plain["episodes"])
-    return Group(plain["id"], task, episodes, plain["admitted_version"])
+    return Group(plain["id"], task, episodes, plain["admitted_version"], plain["source"])
 
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:

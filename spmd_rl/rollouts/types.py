@@ -55,6 +55,7 @@ class RewardError:
     """A reward that could not be computed; never counted as a zero."""
 
     why: str
+    kind: str = "RewardError"  # what failures are counted by: the name of an exception, or a word of your own
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ class Group:
     task: Task
     episodes: tuple[Episode, ...]
     admitted_version: int  # policy version on the engines when the group was opened
+    source: int = 0  # which of the config's sources the task is from
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ class Recorder:
         self.rollbacks.append((step, folder))
         self._follows(step)
 
-    def evaluation(self, step, metrics, episodes) -> None:
-        self.evaluations.append((step, metrics, episodes))
+    def evaluation(self, evaluation) -> None:
+        self.evaluations.append((evaluation.step, evaluation.metrics, evaluation.shown))
 
     def taken_up(self, folder, saved, step, pull) -> None:
         self.resumed.append((saved, step))
@@ -145,6 +145,7 @@ class Run:
     report: Any
     loop: Loop
     seconds: float = 0.0  # virtual
+    evaluation: Any = None  # of a test that evaluates alone
 
 
 def make_config(
@@ -178,7 +179,7 @@ def make_config(
             source=tuple(SourceConfig(ratio=1.0 + i) for i in range(sources)),
             eval=EvalConfig(tasks=eval_tasks, interval=eval_interval, samples=2),
             algorithm=AlgorithmConfig(zero_variance="keep"),  # which tasks are trained on is known then
-            **orchestrator,
+            **({"max_retries": 0} | orchestrator),
         ),
     )
 

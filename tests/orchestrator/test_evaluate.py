@@ -38,14 +38,17 @@ def evaluated(envs: list[FakeEnvironment], tasks: int, samples: int, **options):
     """(metrics, greedy episodes, run) of an evaluation at step 7, made of versions 0 …"""
 
     async def main():
-        config = make_config(max_error_rate=options.pop("max_error_rate", 0.2))
-        config = replace(config, orchestrator=replace(config.orchestrator, eval=EvalConfig(tasks, 0, samples)))
+        changes = {name: options.pop(name) for name in ("max_error_rate", "max_retries") if name in options}
+        config = make_config(sources=len(envs), **changes)
+        held = EvalConfig(tasks, 0, samples, **options.pop("eval", {}))
+        config = replace(config, orchestrator=replace(config.orchestrator, eval=held))
         made = await prepare(config, envs, **options)
         made.loop.versions.publish(0)
         await made.loop.versions.wait_everywhere(0)
-        metrics, episodes = await evaluate(made.services, envs, step=7)
+        evaluation = await evaluate(made.services, made.loop.sources, step=7)
         await made.cluster.close()
-        return metrics, episodes, made
+        made.evaluation = evaluation
+        return evaluation.metrics, evaluation.shown, made
 
     return run(main())
 
@@ -68,10 +71,10 @@ def test_versions_that_change_meanwhile_are_named() -> None:
         made = await prepare(config, envs, delays=Delays(tail=9.0, train=0.3))
         made.loop.versions.publish(0)
         await made.loop.versions.wait_everywhere(0)
-        evaluation = asyncio.create_task(evaluate(made.services, envs, step=0))
+        evaluation = asyncio.create_task(evaluate(made.services, made.loop.sources, step=0))
         made.loop.trainers.train("rl", 1, [pack([], 1, config.seq_len)])
         made.loop.versions.publish(1)
-        metrics, _ = await evaluation
+        metrics = (await evaluation).metrics
         await made.cluster.close()
         return metrics, np.concatenate([a.versions for a in made.cluster.answers.values()])
 

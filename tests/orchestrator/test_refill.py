@@ -107,3 +107,17 @@ def test_batches_in_tokens_stay_fresh():
     done = train(made, [FakeEnvironment()], delays=Delays(seed=3))
     lags = [done.report.batches[step].lags(step).max() for step in done.report.batches]
     assert np.max(lags) <= 4
+
+
+def test_groups_outside_of_the_gate_are_replaced():
+    class Graded(FakeEnvironment):
+        async def attempt(self, task, policy):
+            attempts = sum(other.index == task.index for other in self.history)
+            return replace(await super().attempt(task, policy), reward=Reward(task.index % 4 + 0.1 * (attempts % 2)))
+
+    gated = make_config(groups=2, group_size=2, reward_gate=(0.9, 2.1), max_steps=4)
+    algorithm = replace(gated.orchestrator.algorithm, max_refill=100.0)  # and zero_variance = keep
+    gated = replace(gated, orchestrator=replace(gated.orchestrator, algorithm=algorithm))
+    made = train(gated, [Graded()])
+    assert {task % 4 for tasks in trained_tasks(made) for task in tasks} == {1, 2}
+    assert sum(batch.stats["groups/refilled"] for batch in made.report.batches.values()) >= 4

@@ -47,7 +47,7 @@ def one_episode(env: FakeEnvironment, **options) -> Episode:
         made.loop.versions.publish(0)
         await made.loop.versions.wait_everywhere(0)
         policy = made.services.policy(config.orchestrator.sampling, group=0, rollout=0, seed=0)
-        episode = await made.services.rollouts.run(env, env.task(0, "train"), policy)
+        episode = await made.services.rollouts.run(env, env.task(0, "train"), policy, config.deadlines.env_s)
         assert made.services.router.depth == [0]
         await asyncio.sleep(1)  # a Cancel arrives with a tick
         assert not any(made.cluster.misbehaviour.silent(r) for r in made.cluster.requests.values()) or any(
@@ -189,7 +189,7 @@ def test_a_reward_that_is_no_finite_number_is_an_error_and_never_a_zero(value: f
 
     episode = one_episode(FakeEnvironment(act=act))
     assert episode.status == "failed"
-    assert episode.reward == RewardError(f"the reward is {value}")
+    assert episode.reward == RewardError(f"the reward is {value}", "not_finite")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ async def hang(number: int, task: Task) -> None:
 def test_a_rollout_that_hangs_meets_its_deadline() -> None:
     episode = one_episode(FakeEnvironment(act=hang), config=make_config(env_s=30.0))
     assert episode.status == "timeout"
-    assert episode.reward == RewardError("no result within deadlines.env_s = 30 s")
+    assert episode.reward == RewardError("no result within 30 s (deadlines.env_s, source.rollout_s)", "deadline")
     assert episode.seconds == pytest.approx(30)
 
 
@@ -417,3 +417,40 @@ def test_counters_of_an_idle_engine_are_no_progress() -> None:
         return before, after
 
     assert run(main()) == (0, 1)
+
+
+def test_a_rollout_that_failed_is_tried_again_with_another_seed() -> None:
+    async def first_try_fails(number: int, task: Task) -> None:
+        if number < 4:
+            raise Broken
+
+    made = train(
+        make_config(max_steps=1, groups=2, group_size=2, max_retries=1), [FakeEnvironment(act=first_try_fails)]
+    )
+    batch = made.report.batches[1]
+    assert batch.stats["episodes/failed"] == 0 and batch.stats["errors/Broken"] == 4
+    assert made.services.rollouts.statuses["failed"] == 4
+    assert len({request.seed for request in made.cluster.requests.values()}) == 4
+
+
+def test_retries_end() -> None:
+    async def fails(number: int, task: Task) -> None:
+        if task.index == 0:
+            raise Broken
+
+    made = train(make_config(max_steps=3, max_retries=2, max_error_rate=0.9), [env := FakeEnvironment(act=fails)])
+    assert sum(task.index == 0 for task in env.history) == 2 * 3  # group_size × (1 + retries)
+    assert 0 not in {group.task.index for batch in made.report.batches.values() for group in batch.groups}
+
+
+def test_a_rollout_that_missed_its_deadline_is_not_tried_again() -> None:
+    async def hangs(number: int, task: Task) -> None:
+        if number == 0:
+            await asyncio.sleep(1e6)
+
+    config = make_config(max_steps=2, max_retries=5, env_s=30.0)
+    made = train(config, [env := FakeEnvironment(act=hangs)])
+    counts = Counter(task.index for task in env.history)
+    assert set(counts.values()) == {2}
+    assert made.services.rollouts.statuses["timeout"] == 1
+    assert sum(batch.stats.get("errors/deadline", 0) for batch in made.report.batches.values()) == 1
