@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 3 spmd_rl/main.py rl  --config configs/quickstart.toml [--KEY VALUE ...] [--dry-run]
     torchrun --nproc-per-node 2 spmd_rl/main.py sft --config configs/sft.toml        [--KEY VALUE ...] [--dry-run]
+    python spmd_rl/main.py eval|generate --config FILE.toml --model.name FOLDER      [--KEY VALUE ...] [--dry-run]
 
-Without RANK in the environment the program starts itself under torchrun, with `--nproc-per-node` processes (by
-default the fewest that the config needs).
+Without RANK in the environment it starts itself under torchrun, with the fewest processes that the config needs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,18 @@ from typing import NoReturn
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
 
 from spmd_rl.algorithms.check import check_algorithm  # noqa: E402
-from spmd_rl.config import Config, ConfigError, check, check_sft, load, split_argv, to_toml  # noqa: E402
+from spmd_rl.config import Config, ConfigError, config_for, split_argv, to_toml  # noqa: E402
 from spmd_rl.world.error_file import write_error_file  # noqa: E402
 from spmd_rl.world.launcher import launch, take_nproc  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
 
-COMMANDS = ("rl", "sft")
+# What rank 0 runs; the other ranks take the role that the mesh gives them.
+COMMANDS = {
+    "rl": "spmd_rl.orchestrator.role",
+    "sft": "spmd_rl.trainer.sft",
+    "eval": "spmd_rl.orchestrator.eval_role",
+    "generate": "spmd_rl.orchestrator.generate_role",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +38,7 @@ def main(argv: list[str]) -> int:
         argv, nproc = take_nproc(argv)
         if not argv or argv[0] not in COMMANDS:
             raise ConfigError([f"say what to do: main.py {{{','.join(COMMANDS)}}} --config FILE.toml"], "command line")
-        config = load(argv[1:])
+        config = config_for(argv[0], argv[1:])
         mesh = plan(argv[0], config, int(os.environ.get("WORLD_SIZE", nproc)))
     except (ConfigError, MeshError) as error:
         write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")
@@ -48,11 +54,11 @@ def main(argv: list[str]) -> int:
 
 
 def plan(command: str, config: Config, world_size: int) -> Mesh:
-    """Check what can be checked without starting anything, and lay out the ranks (0 = the fewest that will do)."""
+    """Lay out the ranks (0 = the fewest that will do)."""
     if command == "sft":
-        check_sft(config)
         return Mesh.all_train(world_size or 1)
-    check(config)
+    if command != "rl":
+        return Mesh.all_infer(config, world_size or 1 + config.inference.tp)
     check_algorithm(config)
     return Mesh.build(config, world_size or Mesh.smallest(config))
 
@@ -76,7 +82,7 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
         spans = Spans(folder / f"rank_{rank:05d}.jsonl" if config.log.timeline else None, rank, role, limit=50_000)
         watchdog.span = spans.span
         watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
-        module = "spmd_rl.trainer.sft" if command == "sft" else f"spmd_rl.{role}.role"
+        module = COMMANDS[command] if rank == 0 or command == "sft" else f"spmd_rl.{role}.role"
         import_module(module).run(world, *([output] if rank == 0 else []))
         spans.close()
         world.leave()

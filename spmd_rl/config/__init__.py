@@ -3,7 +3,8 @@
 Imports no torch, so that a laptop can check a config in under a second.
 """
 
-from spmd_rl.config.check import check, check_sft
+from spmd_rl.config.check import check
+from spmd_rl.config.commands import config_for
 from spmd_rl.config.errors import ConfigError
 from spmd_rl.config.load import Arguments, load, split_argv
 from spmd_rl.config.show import config_hash, to_toml, write_toml
@@ -14,7 +15,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "check",
-    "check_sft",
+    "config_for",
     "config_hash",
     "load",
     "split_argv",

@@ -93,6 +93,8 @@ AT_LEAST = {
     "ckpt.interval": 0,
     "ckpt.keep": 0,
     "ckpt.keep_every": 0,
+    "generate.samples": 1,
+    "generate.at_once": 1,
     "data.batch_size": 1,
     "data.eval_interval": 0,
     "data.fake_length": 2,
@@ -133,32 +135,27 @@ ENGINE_ARGS_FIXED = {
 }
 
 
-def check(config: Config) -> None:
-    """Raise a ConfigError that lists everything about an RL run that cannot work. Starts and imports nothing."""
-    _raise(
-        config,
-        _ranges,
-        _run,
-        _batches,
-        check_sampling,
-        check_sources,
-        check_evaluation,
-        _optimizers,
-        _precision,
-        _engine,
-        _weights,
-        _guard,
-        _deadlines,
-    )
-
-
-def check_sft(config: Config) -> None:
-    """The same of a run of `main.py sft`."""
-    _raise(config, _ranges, _run, _optimizers, _precision, _deadlines, _sft)
-
-
-def _raise(config: Config, *parts: Callable[[Config], Iterator[str]]) -> None:
-    problems = [problem for part in parts for problem in part(config)]
+def check(config: Config, command: str = "rl") -> None:
+    """Raise a ConfigError that lists all that can't work about `main.py COMMAND`. Starts and imports nothing."""
+    everywhere = (_ranges, _run, _engine, _deadlines)
+    parts: dict[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
+        "rl": (
+            *everywhere,
+            _steps,
+            _batches,
+            check_sampling,
+            check_sources,
+            check_evaluation,
+            _optimizers,
+            _precision,
+            _weights,
+            _guard,
+        ),
+        "sft": (*everywhere, _optimizers, _precision, _sft),
+        "eval": (*everywhere, check_sources, check_evaluation, _evaluates),
+        "generate": (*everywhere, _generate),
+    }
+    problems = [problem for part in parts[command] for problem in part(config)]
     if problems:
         raise ConfigError(problems, "config")
 
@@ -190,10 +187,32 @@ def _run(c: Config) -> Iterator[str]:
         yield "model.name is empty: name a folder in Hugging Face format or a Hub id, such as Qwen/Qwen3-0.6B"
     if not c.output_dir:
         yield "output_dir is empty: name the folder that the run writes to"
-    if c.max_steps == 0 and c.warmup.steps == 0:
-        yield "max_steps = 0 and warmup.steps = 0: nothing to do; set either to 1 or more"
     if c.log.wandb and not c.log.wandb_project:
         yield "log.wandb is on and log.wandb_project is empty: name the project, or turn log.wandb off"
+
+
+def _steps(c: Config) -> Iterator[str]:
+    if c.max_steps == 0 and c.warmup.steps == 0:
+        yield "max_steps = 0 and warmup.steps = 0: nothing to do; set either to 1 or more"
+
+
+def _evaluates(c: Config) -> Iterator[str]:
+    if not c.orchestrator.eval.tasks:
+        yield "orchestrator.eval.tasks = 0: there is nothing to evaluate; set it to 1 or more"
+
+
+def _generate(c: Config) -> Iterator[str]:
+    if not c.generate.input:
+        yield "generate.input is empty: name a *.jsonl file, *.parquet files or a Hub dataset id"
+    if c.generate.output and not c.generate.output.endswith(".jsonl"):
+        yield f"generate.output = {c.generate.output!r}: completions are written as JSON lines; name a *.jsonl file"
+    if c.generate.system and not c.generate.chat:
+        yield "generate.system is a chat message, and generate.chat is off: set it, or write it into generate.prompt"
+    if c.orchestrator.sampling.max_tokens >= c.seq_len:
+        yield (
+            f"orchestrator.sampling.max_tokens = {c.orchestrator.sampling.max_tokens} leaves no room for a prompt in "
+            f"seq_len = {c.seq_len}: lower the first or raise the second"
+        )
 
 
 def _sft(c: Config) -> Iterator[str]:

@@ -76,3 +76,18 @@ class EvalConfig:
     top_k: int = 0  # 0 = off
     max_tokens: int = 0  # new tokens per generation at most; 0 = as in training
     pass_reward: float = 1.0  # reward from which an attempt has passed
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """What `main.py generate` completes, with `orchestrator.sampling`."""
+
+    input: str = ""  # *.jsonl, *.parquet (a folder, a pattern) or a Hub dataset id
+    split: str = "train"  # of a Hub dataset
+    output: str = ""  # *.jsonl; empty: generations.jsonl in output_dir. What it holds already is not done again
+    prompt: str = "{prompt}"  # a format string over the row's columns
+    chat: bool = False  # the prompt is a user's message, in the tokenizer's chat template
+    system: str = ""  # a system message before it
+    messages: str = ""  # column of chat messages, in place of `prompt`
+    samples: int = 1  # completions per row
+    at_once: int = 512  # completions in flight

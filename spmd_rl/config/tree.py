@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spmd_rl.config.tasks import EvalConfig, SamplingConfig, SourceConfig
+from spmd_rl.config.tasks import EvalConfig, GenerateConfig, SamplingConfig, SourceConfig
 
 
 @dataclass(frozen=True)
@@ -330,5 +330,6 @@ class Config:
     deadlines: DeadlineConfig = field(default_factory=DeadlineConfig)
     ckpt: CkptConfig = field(default_factory=CkptConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -10,9 +10,7 @@ number alone; task `index` is the same for the same seed; a column that a row la
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
 
@@ -21,11 +19,10 @@ import numpy as np
 from spmd_rl.config.tree import SourceConfig
 from spmd_rl.data.tables import DataError, Table, open_beside, open_table
 from spmd_rl.envs.deadline import TooSlow
+from spmd_rl.envs.prompts import Prompts, Row, check_rows
 from spmd_rl.envs.protocol import Policy, Split, single_turn
 from spmd_rl.envs.rewards import BadReward, RewardFunction
 from spmd_rl.rollouts.types import Episode, Task
-
-ROWS_LOOKED_AT = 20_000  # of each table, for the columns that the config names: about a quarter of a second
 
 
 class Dataset:
@@ -37,7 +34,8 @@ class Dataset:
         self.tables, self.rows = _split(source)
         self.reward = RewardFunction(source)
         self._epoch, self._order = -1, np.empty(0, np.int64)  # the training rows' order in the epoch asked for last
-        self._check_template()
+        self.prompts = Prompts(tokenizer, source.prompt, source.chat, source.system, source.messages, source.data)
+        self.hints = Prompts(tokenizer, source.hint, source.chat, source.system, name=source.data, key="hint")
         self._check_rows()
         if not source.hint:
             self.hint = None  # nothing to offer: whoever asks for hints sees that there are none
@@ -63,11 +61,11 @@ class Dataset:
 
     def prompt(self, task: Task) -> np.ndarray:
         """int32[T]."""
-        return self._ids(self._messages(task, self.source.prompt))
+        return self.prompts.ids(task.data["row"], self._where(task))
 
     def hint(self, task: Task) -> np.ndarray:
         """int32[H]: the prompt that gives the answer away."""
-        return self._ids(self._messages(task, self.source.hint))
+        return self.hints.ids(task.data["row"], self._where(task))
 
     def teacher(self, task: Task, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """(prompt, the row's right answer with the end token)."""
@@ -76,10 +74,8 @@ class Dataset:
 
     async def rollout(self, task: Task, policy: Policy) -> Episode:
         """One prompt, one completion."""
-        limit = self.source.max_tokens or policy.sampling.max_tokens
-        sampling = replace(policy.sampling, max_tokens=min(limit, policy.sampling.max_tokens))
         prompt = self.prompt(task)
-        generation = await policy.generate(prompt, sampling)
+        generation = await policy.generate(prompt, policy.sampling)
         ids = generation.tokens.tolist()
         reward = await self.reward(
             completion=self.tokenizer.decode(ids[:-1] if generation.stop_reason == "stop" else ids),
@@ -87,7 +83,7 @@ class Dataset:
             row=task.data["row"],
             prompt=self.tokenizer.decode(prompt.tolist()),
         )
-        return single_turn(task, prompt, generation, sampling.temperature, reward)
+        return single_turn(task, prompt, generation, policy.sampling.temperature, reward)
 
     async def check_reward(self, tasks: int) -> None:
         """Try the reward on the first training rows, before anything starts: with the right answer and without any.
@@ -122,93 +118,19 @@ class Dataset:
                 yield task, str(self._cell(task, self.source.answer))
             yield task, ""
 
-    def _messages(self, task: Task, template: str) -> str | list[dict[str, Any]]:
-        """Text, or chat messages: the column's, or the template as what the user says."""
-        if self.source.messages and template == self.source.prompt:
-            return _chat(
-                self._cell(task, self.source.messages), f"{self._where(task)}: column {self.source.messages!r}"
-            )
-        text = string.Formatter().vformat(template, (), _Row(task.data["row"], self._where(task)))
-        if not self.source.chat:
-            return text
-        system = [{"role": "system", "content": self.source.system}] if self.source.system else []
-        return [*system, {"role": "user", "content": text}]
-
-    def _ids(self, prompt: str | list[dict[str, Any]]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return np.asarray(self.tokenizer.encode(prompt), dtype=np.int32)
-        ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        return np.asarray(ids, dtype=np.int32)
-
     def _cell(self, task: Task, column: str) -> Any:
-        return _Row(task.data["row"], self._where(task))[column]
+        return Row(task.data["row"], self._where(task))[column]
 
     def _where(self, task: Task) -> str:
         return self.tables[task.data["split"]].where(task.data["number"])
 
-    def _check_template(self) -> None:
-        """Chat messages need one."""
-        source = self.source
-        if (source.chat or source.messages) and not getattr(self.tokenizer, "chat_template", None):
-            raise DataError(
-                f"{source.data}: chat messages need a chat template, and the tokenizer has none; set chat = false "
-                "and write the whole prompt, or set model.tokenizer to one that has a template"
-            )
-
     def _check_rows(self) -> None:
         """What the config names must be a column, of the table and of its rows."""
-        source = self.source
-        named = {"messages": [source.messages]} if source.messages else {"prompt": _columns("prompt", source.prompt)}
-        named |= {"hint": _columns("hint", source.hint), "answer": [source.answer]}
-        wanted = {column: key for key, columns in named.items() for column in columns if column}
+        wanted = (
+            self.prompts.columns | self.hints.columns | ({self.source.answer: "answer"} if self.source.answer else {})
+        )
         for table in self.tables.values():
-            for column, key in wanted.items():
-                if column not in table.columns:
-                    brace = "" if column.isidentifier() else " (a brace itself is written {{ or }})"
-                    has = ", ".join(table.columns)
-                    raise DataError(f"{table.name} has no column {column!r}, which {key} names{brace}; it has {has}")
-            for number in range(min(len(table), ROWS_LOOKED_AT)):
-                row = _Row(table[number], table.where(number))
-                for column in wanted:
-                    row[column]
-
-
-class _Row(dict[str, Any]):
-    """A row that says where it is when it lacks a column."""
-
-    def __init__(self, row: dict[str, Any], where: str) -> None:
-        super().__init__(row)
-        self._where = where
-
-    def __getitem__(self, column: str) -> Any:
-        value = self.get(column)
-        if value is None:
-            lacks = f"has null in column {column!r}" if column in self else f"has no column {column!r}"
-            raise DataError(f"{self._where} {lacks}; it has {', '.join(self) or 'none'}: mend the row or leave it out")
-        return value
-
-
-def _columns(key: str, template: str) -> list[str]:
-    """The columns that a format string names. DataError for what is none over columns."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise DataError(
-            f"{key} = {template!r} is no format string: {error} (a brace itself is written {{{{ or }}}})"
-        ) from None
-    columns = [field.split(".")[0].split("[")[0] for field in fields]
-    if any(not column or column.isdigit() for column in columns):
-        raise DataError(f"{key} = {template!r}: name a column between the braces, as in {{question}}")
-    return columns
-
-
-def _chat(messages: Any, where: str) -> list[dict[str, Any]]:
-    """A cell as the messages of a prompt. DataError for what is none."""
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise DataError(f"{where} holds no list of messages, as in [{{'role': 'user', 'content': '…'}}]")
-    if messages[-1]["role"] == "assistant":
-        raise DataError(f"{where} ends with the assistant's turn, which is the policy's to write: leave it out")
-    return messages
+            check_rows(table, wanted)
 
 
 def _split(source: SourceConfig) -> tuple[dict[Split, Table], dict[Split, np.ndarray]]:

@@ -78,7 +78,8 @@ def run(world: World) -> None:
         started = time.perf_counter()
         group = world.groups[f"replica/{replica}"]
         llm = build_engine(world.config, resolve(name), group, replica, world.local_rank, world.device)
-        engine = Engine(llm, world.rank)
+        # Without trainers nothing is ever pulled: the folder's weights are the one version there is.
+        engine = Engine(llm, world.rank, version=-1 if frozen or world.mesh.trainers else 0)
         built_s = time.perf_counter() - started
     rank = ReplicaRank(world, engine, clock)
     if clock:

@@ -21,7 +21,7 @@ class RefusedError(RuntimeError):
 
 
 class Decides(Protocol):
-    """The clock: decisions to the leaders (member 0 is the trainer's)."""
+    """The clock: decisions to the leaders (member 0 is the trainer's, where there is one)."""
 
     def decide(self, member: int, decision: Decision) -> None: ...
 
@@ -38,8 +38,8 @@ class Link:
     """Everything rank 0 says and hears.
 
     Args:
-        replicas: how many engine leaders of the policy there are (members 1.. of the clock).
-        trainers: how many trainer ranks there are.
+        replicas: how many engine leaders of the policy there are (the members of the clock behind the trainer's).
+        trainers: how many trainer ranks there are; 0 where a model is only asked.
         frozen: how many leaders of a teacher's engines there are (replicas from number `replicas` on).
     """
 
@@ -56,7 +56,7 @@ class Link:
         self._clock: Decides | None = None
         self._orders: Gives | None = None
 
-    def connect(self, clock: Decides, orders: Gives) -> None:
+    def connect(self, clock: Decides, orders: Gives | None) -> None:
         """Attach the threads; they deliver through `deliver`."""
         self._clock, self._orders = clock, orders
 
@@ -95,7 +95,7 @@ class Link:
 
     def decide(self, replica: int, decision: Decision) -> None:
         """One decision to one replica, with the next tick."""
-        self._clock.decide(1 + replica, decision)
+        self._clock.decide(min(1, self.trainers) + replica, decision)
 
     def decide_all(self, decision: Decision) -> None:
         """One decision to every replica of the policy."""
@@ -112,7 +112,8 @@ class Link:
 
     def stop(self) -> None:
         """The last thing that is said."""
-        self.order_all(Stop())
+        if self.trainers:
+            self.order_all(Stop())
         self._clock.stop()
 
     def state(self) -> dict[str, Any]:

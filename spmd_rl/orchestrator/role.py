@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.plots import reward_png
 from spmd_rl.observe.progress import Progress
 from spmd_rl.orchestrator import preflight
+from spmd_rl.orchestrator.connect import after, expect_ready, first_error, router_for
 from spmd_rl.orchestrator.gate import Gate, OrderedGate, QuietLoop
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.lockstep import Lockstep
@@ -29,13 +29,12 @@ from spmd_rl.orchestrator.loop import Loop
 from spmd_rl.orchestrator.past import Past, find_past, open_journal
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.rollouts import Rollouts
-from spmd_rl.orchestrator.router import Router
 from spmd_rl.orchestrator.sampler import Services
+from spmd_rl.orchestrator.signals import stop_signals
 from spmd_rl.orchestrator.stall import watch_progress
 from spmd_rl.orchestrator.steering import Steering
 from spmd_rl.orchestrator.versions import Versions, probe_set
 from spmd_rl.world.journal import Journal
-from spmd_rl.world.messages import Ready
 
 if TYPE_CHECKING:
     from spmd_rl.world.orders import Dispatcher
@@ -101,26 +100,26 @@ async def _orchestrate(
     link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen))
     orders = Dispatcher(world.groups["data"], [f"rank {rank} (trainer)" for rank in mesh.trainers], watchdog.fail)
     gate = OrderedGate(asyncio.get_running_loop()) if config.clock.mode == "lockstep" else Gate()
-    ready = _expect_ready(link, len(mesh.leaders))
+    ready = expect_ready(link, len(mesh.leaders))
     steering = Steering(config.output_dir, progress.write)
     lockstep, leave = _start_clock(world, link, orders, gate)
     orders.start()
     rollouts, stops = Rollouts(config), parts.stop_token_ids
-    services = Services(config, link, _router(config, link.replicas), rollouts, stops, gate)
+    services = Services(config, link, router_for(config, link.replicas), rollouts, stops, gate)
     teacher = None
     if link.frozen:
-        router = _router(config, link.frozen)
+        router = router_for(config, link.frozen)
         teacher = Services(config, link, router, rollouts, stops, gate, first_replica=link.replicas)
     report = Report(config, link, metrics, progress, parts.tokenizer.decode)
     loop = loop_type(
         config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
         journal, lockstep, steering, parts.past, watchdog.span,
     )  # fmt: skip
-    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), _signals(steering, watchdog.hurry):
+    with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), stop_signals(steering, watchdog):
         watchers = [watch_progress(link, config.deadlines.stall_s, watchdog.beat), steering.watch()]
         if lockstep:
             watchers.append(lockstep.run())
-        await _first_error(_after(ready, loop.run()), [asyncio.create_task(watcher) for watcher in watchers])
+        await first_error(after(ready, loop.run()), [asyncio.create_task(watcher) for watcher in watchers])
         link.stop()
         await asyncio.to_thread(orders.join, config.deadlines.step_s)
         await leave()
@@ -142,63 +141,6 @@ def _start_clock(world: World, link: Link, orders: Dispatcher, gate: Gate) -> tu
     link.connect(clock, orders)
     clock.start()
     return None, lambda: asyncio.to_thread(clock.join, config.deadlines.step_s)
-
-
-@contextlib.contextmanager
-def _signals(steering: Steering, hurry: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 ask for the end: a checkpoint first. With SIGTERM somebody may be dead already."""
-    loop = asyncio.get_running_loop()
-
-    def stop() -> None:
-        hurry()
-        steering.stop()
-
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            loop.remove_signal_handler(number)
-
-
-def _router(config: Config, replicas: int) -> Router:
-    """A group stays on one replica unless that is a whole group ahead of the shallowest one."""
-    return Router(replicas, slack=config.orchestrator.group_size, block=config.inference.vllm.get("block_size", 32))
-
-
-async def _after(ready: asyncio.Event, run: Any) -> None:
-    await ready.wait()
-    await run
-
-
-def _expect_ready(link: Link, count: int) -> asyncio.Event:
-    """Set when all leaders have built what they are."""
-    everybody, seen = asyncio.Event(), set()
-
-    def on_ready(event: Ready) -> None:
-        seen.add(event.rank)
-        if len(seen) == count:
-            everybody.set()
-
-    link.listen(Ready, on_ready)
-    return everybody
-
-
-async def _first_error(main: Coroutine[Any, Any, None], watchers: list[asyncio.Task[None]]) -> None:
-    """Run `main`; the first error of anybody, out of its exception group, ends the run.
-
-    Watchers that the end needs (a clock in lockstep) go on behind it.
-    """
-    task = asyncio.ensure_future(main)
-    while not task.done():
-        done, _ = await asyncio.wait({task, *watchers}, return_when=asyncio.FIRST_COMPLETED)
-        for finished in done:
-            error = finished.exception()
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            if error is not None:
-                raise error
 
 
 def farewell(config: Config, report: Report, picture: Path, stopped_at: int = -1) -> str:

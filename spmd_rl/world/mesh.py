@@ -82,6 +82,17 @@ class Mesh:
         engines = (deployment.infer_ranks or config.inference.tp) + deployment.teacher_ranks
         return 1 + (deployment.train_ranks or 1) + engines
 
+    @classmethod
+    def all_infer(cls, config: Config, world_size: int) -> Mesh:
+        """A model that is only asked: rank 0 orchestrates, every other rank infers, nobody trains."""
+        tp, engines = config.inference.tp, world_size - 1
+        if engines < tp or engines % tp:
+            raise MeshError(
+                f"{world_size} ranks do not fit: 1 orchestrator + replicas of inference.tp = {tp} ranks. Start "
+                f"{1 + max(tp, engines // tp * tp)} processes, or change tp"
+            )
+        return cls(world_size, (), tuple(tuple(range(i, i + tp)) for i in range(1, world_size, tp)))
+
     def role(self, rank: int) -> Role:
         """The role of a global rank."""
         if rank in self.trainers:
@@ -110,7 +121,7 @@ class Mesh:
     @property
     def leaders(self) -> tuple[int, ...]:
         """The ranks that take part in ticks with rank 0."""
-        return (self.trainers[0], *self.engine_leaders)
+        return (*self.trainers[:1], *self.engine_leaders)
 
     def groups(self) -> tuple[GroupSpec, ...]:
         """All groups with members of several ranks, in the one order in which every rank makes them.
@@ -121,17 +132,19 @@ class Mesh:
         own = [GroupSpec("trainer", self.trainers, "device"), GroupSpec("ckpt", self.trainers, "host")]
         if not self.replicas:
             return tuple(own)
-        specs = [GroupSpec("ctl", (0, *self.leaders), "host"), GroupSpec("data", (0, *self.trainers), "host")]
+        specs = [GroupSpec("ctl", (0, *self.leaders), "host")]
+        if self.trainers:
+            specs.append(GroupSpec("data", (0, *self.trainers), "host"))
         specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(self.trainers)]
         for i, replica in enumerate(self.engines):
             specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
-        return (*specs, *own)
+        return (*specs, *own) if self.trainers else tuple(specs)
 
     def describe(self) -> str:
         """A few lines for people."""
         lines = [f"mesh of {self.world_size} rank{'s' * (self.world_size > 1)}"]
         lines += ["  rank 0            orchestrator"] if 0 not in self.trainers else []
-        lines.append(f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}")
+        lines += [f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}"] if self.trainers else []
         lines += [f"  {_span(r):<17} inference replica {i}, tp {len(r)}" for i, r in enumerate(self.replicas)]
         lines += [f"  {_span(r):<17} frozen replica {i}, tp {len(r)}" for i, r in enumerate(self.frozen)]
         return "\n".join(lines)

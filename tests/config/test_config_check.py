@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.config import Config, ConfigError, check, load
-from spmd_rl.config.check import AT_LEAST, POSITIVE, check_sft
+from spmd_rl.config.check import AT_LEAST, POSITIVE
 from spmd_rl.config.schema import known_kinds
 
 DATA = "--orchestrator.source.0.env= --orchestrator.source.0.data x.jsonl --orchestrator.source.0.reward exact"
@@ -188,10 +188,10 @@ BAD_SFT = {
 @pytest.mark.parametrize("flags", BAD_SFT)
 def test_bad_sft(flags):
     with pytest.raises(ConfigError) as error:
-        check_sft(load(["--model.name", "x", *flags.split()]))
+        check(load(["--model.name", "x", *flags.split()]), "sft")
     for part in BAD_SFT[flags]:
         assert part in str(error.value)
 
 
 def test_supervised_training_does_not_ask_for_what_engines_need():
-    check_sft(load(["--model.name", "x", *SFT.split(), "--seq-len", "64", "--orchestrator.group-size", "1"]))
+    check(load(["--model.name", "x", *SFT.split(), "--seq-len", "64", "--orchestrator.group-size", "1"]), "sft")

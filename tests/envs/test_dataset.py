@@ -11,7 +11,7 @@ import pytest
 
 from spmd_rl.config.tree import SamplingConfig, SourceConfig
 from spmd_rl.data.tables import DataError
-from spmd_rl.envs import dataset
+from spmd_rl.envs import prompts
 from spmd_rl.envs.load import load
 from spmd_rl.envs.protocol import Generation
 from spmd_rl.models.byte_tokenizer import make_byte_tokenizer
@@ -97,12 +97,12 @@ def test_prompts(make):
 
 
 def test_a_rollout_is_rewarded_for_the_text_before_the_end_token(make, tokenizer):
-    env = make(max_tokens=3)
+    env = make()
     task = env.task(0, "train")
     policy = Says([*tokenizer.encode(task.data["row"]["a"]), tokenizer.eos_token_id])
     episode = asyncio.run(env.rollout(task, policy))
     assert episode.reward == Reward(1.0) and episode.status == "ok"
-    assert policy.asked[0].max_tokens == 3
+    assert policy.asked[0] == policy.sampling
     (sample,) = episode.samples
     assert sample.tokens.tolist() == [*env.prompt(task).tolist(), *policy.ids]
     cut = asyncio.run(env.rollout(task, Says(tokenizer.encode(task.data["row"]["a"]), "length")))
@@ -136,7 +136,7 @@ def test_a_row_without_what_is_named_is_found_before_anything_starts(make, tmp_p
 
 
 def test_later_rows_are_named_when_their_turn_comes(make, monkeypatch):
-    monkeypatch.setattr(dataset, "ROWS_LOOKED_AT", 9)
+    monkeypatch.setattr(prompts, "ROWS_LOOKED_AT", 9)
     env = make(rows=[*ROWS[:9], {"q": "x"}])
     with pytest.raises(DataError, match=r"rows.jsonl, line 10 has no column 'a'; it has q"):
         for i in range(9):

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from spmd_rl.config.tree import Config
+from spmd_rl.orchestrator.connect import expect_ready, first_error
 from spmd_rl.orchestrator.link import Link
-from spmd_rl.orchestrator.role import _expect_ready, _first_error, farewell
+from spmd_rl.orchestrator.role import farewell
 from spmd_rl.world.messages import Ready
 
 
@@ -43,7 +44,7 @@ async def inner() -> None:
 
 def ended(main, beats) -> None:
     async def both() -> None:
-        await _first_error(main, [asyncio.create_task(beats), asyncio.create_task(never())])
+        await first_error(main, [asyncio.create_task(beats), asyncio.create_task(never())])
 
     asyncio.run(both())
 
@@ -65,7 +66,7 @@ def test_the_watch_ends_a_run_that_waits_for_ever() -> None:
 def test_everybody_is_ready_when_the_last_leader_is() -> None:
     async def main() -> None:
         link = Link(2, 1)
-        ready = _expect_ready(link, 3)
+        ready = expect_ready(link, 3)
         for rank in (1, 4, 4):  # one says it twice
             link.deliver(0, Ready(rank, {}))
         await asyncio.sleep(0)

@@ -164,3 +164,20 @@ def test_frozen_replicas_are_engines_that_get_no_weights():
         Mesh.build(replace(config, deployment=replace(deployment, teacher_ranks=1)), 5)
     with pytest.raises(MeshError, match=r"7 ranks do not fit: .* \+ 2 teacher ranks .* \+ teacher_ranks = 7"):
         Mesh.build(config, 7)
+
+
+@given(st.integers(1, 4), st.integers(1, 6))
+def test_a_model_that_is_only_asked_has_no_trainer(tp, replicas):
+    mesh = Mesh.all_infer(deployed(tp=tp), 1 + tp * replicas)
+    assert len(mesh.replicas) == replicas and mesh.trainers == () == mesh.frozen
+    assert [mesh.role(rank) for rank in range(mesh.world_size)] == ["orchestrator"] + ["inference"] * tp * replicas
+    assert mesh.leaders == mesh.engine_leaders
+    assert {spec.name.split("/")[0] for spec in mesh.groups()} == {"ctl", "replica", "replica_cmd"}
+    assert "trainer" not in mesh.describe()
+
+
+def test_ranks_that_make_no_replica_are_an_error():
+    with pytest.raises(
+        MeshError, match=r"4 ranks do not fit: 1 orchestrator \+ replicas of inference.tp = 2 ranks. Start 3"
+    ):
+        Mesh.all_infer(deployed(tp=2), 4)
