@@ -6,6 +6,7 @@ with what the run reported then.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import sys
@@ -16,15 +17,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from spmd_rl.algorithms import resolve, supervised
+from spmd_rl.algorithms import resolve, resolve_sources, supervised
 from spmd_rl.config.tree import Config
+from spmd_rl.envs.protocol import Environment
 from spmd_rl.orchestrator import preflight
 from spmd_rl.orchestrator.batch import make_batch
 from spmd_rl.orchestrator.book import Book, Taken
-from spmd_rl.orchestrator.loop import lessons
+from spmd_rl.orchestrator.lessons import Lesson, Lessons
 from spmd_rl.orchestrator.past import JOURNAL
 from spmd_rl.orchestrator.records import AnyRecord, Began, NoLog, RolledBack, Steered, Stepped, Took, timeless
 from spmd_rl.orchestrator.seeds import seed_of
+from spmd_rl.orchestrator.sources import make_sources
 from spmd_rl.orchestrator.steering import parse
 from spmd_rl.orchestrator.trainers import columns
 from spmd_rl.rollouts.packing import Packed, pack
@@ -65,9 +68,10 @@ class Comparison:
 
 def orders(run: Path, config: Config, index: int, ranks: int) -> Iterator[Order]:
     """What trainer rank `index` of `ranks` did in that run."""
-    envs = preflight.load_environments(config, preflight.load_tokenizer(config))
-    for step in range(1, config.warmup.steps + 1):
-        packed = pack(supervised.train_samples(lessons(config, envs, step)), ranks, config.seq_len)
+    tokenizer = preflight.load_tokenizer(config)
+    envs = preflight.load_environments(config, tokenizer)
+    for step, learned in enumerate(_warm_up(config, envs, tokenizer), 1):
+        packed = pack(supervised.learned(learned), ranks, config.seq_len)
         yield Train(step, "warmup", _rows([packed], index))
     if config.warmup.steps:
         yield FreshOptimizer("rl")
@@ -85,11 +89,21 @@ def orders(run: Path, config: Config, index: int, ranks: int) -> Iterator[Order]
     yield Stop()
 
 
+def _warm_up(config: Config, envs: list[Environment], tokenizer: Any) -> list[list[Lesson]]:
+    """What every step of the warm-up learned."""
+
+    async def make() -> list[list[Lesson]]:
+        lessons = Lessons(config, make_sources(config, envs), tokenizer)
+        return [await lessons.step(step) for step in range(1, config.warmup.steps + 1)]
+
+    return asyncio.run(make())
+
+
 def _packed(taken: Taken, config: Config, algorithm: Any, memory: dict[str, float], ranks: int) -> list[Packed]:
     o = config.orchestrator
     oldest = taken.step - 1 - o.max_token_lag if o.max_token_lag else 0
     seed = seed_of(config.seed, "shuffle", taken.step)
-    batch = make_batch(taken.groups, taken.dropped, o, algorithm, memory, seed, oldest)
+    batch = make_batch(taken.groups, taken.dropped, o, algorithm, memory, seed, oldest, resolve_sources(o))
     return [pack(samples, ranks, config.seq_len) for samples in batch.minibatches]
 
 

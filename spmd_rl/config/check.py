@@ -48,6 +48,7 @@ AT_LEAST = {
     "trainer.scheduler.min_lr": 0,
     "warmup.steps": 0,
     "warmup.batch_size": 1,
+    "warmup.lessons": 0,
     "warmup.optim.lr": 0,
     "warmup.optim.weight_decay": 0,
     "warmup.optim.max_norm": 0,

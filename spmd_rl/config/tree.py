@@ -67,7 +67,8 @@ class WarmupConfig:
     """Supervised steps on the tasks' own teacher before RL starts; its result is policy version 0."""
 
     steps: int = 0
-    batch_size: int = 64  # supervised samples a step
+    batch_size: int = 64  # lessons a step: answers, or demonstrations of several turns
+    lessons: int = 0  # different ones, each of which is made once; 0 = a new one every time
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-3))
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 

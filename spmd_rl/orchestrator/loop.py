@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from spmd_rl.algorithms import resolve, resolve_sources, supervised
 from spmd_rl.algorithms.types import Memory
 from spmd_rl.config.tree import Config
@@ -28,6 +26,7 @@ from spmd_rl.orchestrator.batch import Batch, make_batch
 from spmd_rl.orchestrator.book import Book, Taken
 from spmd_rl.orchestrator.evaluate import evaluate
 from spmd_rl.orchestrator.guard import ADVICE, Collapse, Guard
+from spmd_rl.orchestrator.lessons import Lessons
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.lockstep import Lockstep
 from spmd_rl.orchestrator.past import Past, common
@@ -81,6 +80,7 @@ class Loop:
     steering: Steering | None = None
     past: Past | None = None  # what the run is taken up from
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of the timeline
+    tokenizer: Any = None  # of environments that demonstrate
 
     def __post_init__(self) -> None:
         self.stopped_at = -1  # the step at which somebody stopped the run
@@ -127,12 +127,13 @@ class Loop:
     async def _warm_up(self) -> None:
         """Supervised steps on the teachers' answers; what comes out is version 0."""
         self.report.start("warmup")
+        lessons = Lessons(self.config, self.sources, self.tokenizer)
         ordered: list[asyncio.Future[Trained]] = []
         for step in range(1, self.config.warmup.steps + 1):
             if len(ordered) >= AHEAD:
                 self.report.warmup_step(await ordered.pop(0))
-            pairs = lessons(self.config, self.envs, step)
-            packed = [pack(supervised.train_samples(pairs), self.link.trainers, self.config.seq_len)]
+            learned = supervised.learned(await lessons.step(step))
+            packed = [pack(learned, self.link.trainers, self.config.seq_len)]
             ordered.append(self.trainers.train("warmup", step, packed))
         for future in ordered:
             self.report.warmup_step(await future)
@@ -391,13 +392,3 @@ class Loop:
 
     async def _export(self, name: str) -> None:
         await self.trainers.export(str((Path(self.config.output_dir) / name).resolve()))
-
-
-def lessons(config: Config, envs: list[Environment], step: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt, answer) of every sample of a warm-up step: a function of the seed and the step alone."""
-    size, pairs = config.warmup.batch_size, []
-    for number in range((step - 1) * size, step * size):
-        env = envs[number % len(envs)]
-        rng = np.random.default_rng(seed_of(config.seed, "teacher", number))
-        pairs.append(env.teacher(env.task(number // len(envs), "train"), rng))
-    return pairs

@@ -19,6 +19,7 @@ from spmd_rl.envs.load import load as load_env
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.models.hf_config import read_config
 from spmd_rl.models.hf_config import resolve as resolve_folder
+from spmd_rl.orchestrator.lessons import can_teach
 
 REWARDS_TRIED = 4  # tasks per source
 LOOKED_AT = 32  # tasks per source whose prompts are measured
@@ -105,7 +106,7 @@ def load_environments(config: Config, tokenizer: Any) -> list[Environment]:
                 "needs: set the source's `hint` (a prompt that gives the answer away), or give the environment a "
                 "method hint(task)"
             )
-        if config.warmup.steps and not getattr(env, "teacher", None):
+        if config.warmup.steps and not can_teach(env):
             raise PreflightError(
                 f"{label} has no teacher, which warmup.steps = {config.warmup.steps} needs; set it to 0"
             )

@@ -113,7 +113,7 @@ async def _orchestrate(
     report = Report(config, link, metrics, progress, parts.tokenizer.decode)
     loop = loop_type(
         config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
-        journal, lockstep, steering, parts.past, watchdog.span,
+        journal, lockstep, steering, parts.past, watchdog.span, parts.tokenizer,
     )  # fmt: skip
     with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), stop_signals(steering, watchdog):
         watchers = [watch_progress(link, config.deadlines.stall_s, watchdog.beat), steering.watch()]
