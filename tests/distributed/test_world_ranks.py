@@ -10,10 +10,12 @@ import json
 import pytest
 
 from spmd_rl.config.tree import Config, DeploymentConfig
+from spmd_rl.world.buckets import TRAILER_BYTES, Plan
 from spmd_rl.world.mesh import Mesh
 from tests.distributed.launch import start_ranks
 from tests.distributed.world_worker import (
     ALONE,
+    BUCKET_BYTES,
     DECISIONS,
     LEADERS,
     ORDERS,
@@ -90,6 +92,9 @@ def test_versions_arrive_bit_exact_with_every_name_once(saw):
         assert saw[rank]["exact"] == [[names, True]] * len(VERSIONS)
         assert saw[rank]["arrived"] == list(VERSIONS)
         assert saw[rank]["small"] == [["scale", 7.0]]
+    plan = Plan.build(TABLE, BUCKET_BYTES, len(TRAINERS))
+    largest = max(bucket.nbytes for bucket in plan.buckets) + TRAILER_BYTES
+    assert [saw[rank]["staged"] for rank in INFERENCE] == [plan.nbytes, 2 * largest]
 
 
 def test_a_version_out_of_order_is_an_error(saw):

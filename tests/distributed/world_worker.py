@@ -35,6 +35,7 @@ from spmd_rl.world.weights import Receiver, Sender
 from spmd_rl.world.wire import decode
 
 TRAINERS, LEADERS = (1, 2), (1, 3, 4)
+STAGING = {3: "whole", 4: "buckets"}
 CPU = torch.device("cpu")
 PATIENCE_S = 120.0
 DECISIONS = 150  # to every leader
@@ -114,7 +115,9 @@ class Rank:
         return Sender(plan, index, self.groups[f"weights/{index}"], CPU, self.errors["weights"].put)
 
     def receiver(self, arrived: Callable[[int], None] = lambda version: None) -> Receiver:
-        return Receiver([self.groups["weights/0"], self.groups["weights/1"]], CPU, arrived, self.errors["weights"].put)
+        """Rank 3 stages whole versions, rank 4 two buckets, of the same broadcasts."""
+        groups, staging = [self.groups["weights/0"], self.groups["weights/1"]], STAGING[self.rank]
+        return Receiver(groups, CPU, arrived, self.errors["weights"].put, staging=staging)
 
     def save(self) -> None:
         """Write what was seen so far; whoever reads the file sees all of it or none."""
@@ -244,17 +247,17 @@ def receive_versions(me: Rank) -> None:
     for version in VERSIONS:
         receiver.begin(version)
         receiver.wait(PATIENCE_S)
-        got, expected = list(receiver.tensors()), list(weights_of(version))
+        got, expected = list(receiver.tensors(PATIENCE_S)), list(weights_of(version))
         same = all(torch.equal(a[1], b[1]) and a[1].dtype == b[1].dtype for a, b in zip(got, expected, strict=True))
         exact.append([[name for name, _ in got], same])
-    me.saw |= {"buckets": len(plan.buckets), "names": plan.names, "exact": exact}
+    me.saw |= {"buckets": len(plan.buckets), "names": plan.names, "exact": exact, "staged": receiver.staging_bytes}
     receiver.close(PATIENCE_S)
     me.saw["arrived"] = arrived
 
     small = me.receiver()
     small.begin(1)
     small.wait(PATIENCE_S)
-    me.saw["small"] = [[name, float(tensor)] for name, tensor in small.tensors()]
+    me.saw["small"] = [[name, float(tensor)] for name, tensor in small.tensors(PATIENCE_S)]
     small.begin(1)
     me.saw["an old version"] = me.next_error("weights")
     me.receiver()
