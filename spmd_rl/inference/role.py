@@ -71,7 +71,7 @@ def run(world: World) -> None:
     frozen = replica >= len(world.mesh.replicas)
     name = world.config.orchestrator.algorithm.reference if frozen else world.config.model.name
     # The clock starts before the engine is built: ticks of ranks that are ready must not wait for it.
-    clock = Leader(world.groups["ctl"], world.watchdog.fail) if leads else None
+    clock = Leader(world.groups["ctl"], world.watchdog.fail, world.watchdog.tick) if leads else None
     if clock:
         clock.start()
     with world.watchdog.stage("build the engine", deadlines.start_s):
@@ -238,7 +238,8 @@ class ReplicaRank:
                         self._receiver.close(self._world.config.deadlines.step_s)
                     return False
         if turn.step and self._engine.busy:
-            with self._world.watchdog.stage("engine step", self._world.config.deadlines.step_s):
+            phase = "prefill" if self._engine.prefills else "engine step"
+            with self._world.watchdog.stage(phase, self._world.config.deadlines.step_s):
                 for event in self._engine.step():
                     self._tell(event)
         self._tell_load()

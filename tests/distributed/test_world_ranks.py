@@ -5,6 +5,7 @@ One launch does it all; each test reads what the ranks wrote down.
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -66,6 +67,14 @@ def test_stop_is_the_last_that_a_clock_says(saw):
     assert saw[0]["ticks"] > 2 * ALONE
     assert all(saw[rank]["clock ended"] for rank in (0, *LEADERS))
     assert all(saw[rank]["left in inbox"] == 0 for rank in LEADERS)
+
+
+def test_ticks_that_carry_something_are_recorded_and_idle_ones_are_not(saw):
+    for rank in (0, *LEADERS):
+        recorded = saw[rank]["recorded"]
+        assert ALONE <= len(recorded) < saw[0]["ticks"]
+        assert all(start < end for start, end in recorded)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(recorded))
 
 
 def test_messages_of_any_size_go_both_ways(saw):

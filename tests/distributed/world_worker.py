@@ -41,6 +41,7 @@ PATIENCE_S = 120.0
 DECISIONS = 150  # to every leader
 ALONE = 100  # the first ones leave only when all before are answered, which takes two ticks each
 ORDERS = 40
+IDLE_S = 0.5
 VERSIONS = (0, 1, 2, 5)
 TABLE = [
     *((f"layers.{i}.weight", (31, 7 + i), "float32") for i in range(6)),
@@ -81,9 +82,13 @@ class Rank:
         self.mesh = Mesh.build(Config(deployment=DeploymentConfig(train_ranks=2, infer_ranks=2)), dist.get_world_size())
         self.groups = make_groups(self.mesh, self.rank, CPU, PATIENCE_S)
         self.saw: dict[str, Any] = {"groups": list(self.groups)}
+        self.recorded: list[list[int]] = []
         self.errors: dict[str, queue.SimpleQueue[BaseException]] = {
             name: queue.SimpleQueue() for name in ("ctl", "data", "weights")
         }
+
+    def record(self, start_ns: int, end_ns: int) -> None:
+        self.recorded.append([start_ns, end_ns])
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.role(rank)})"
@@ -95,12 +100,12 @@ class Rank:
 
     def conductor(self, deliver: Callable[[int, Any], None]) -> Conductor:
         names = [self.name(rank) for rank in LEADERS]
-        clock = Conductor(self.groups["ctl"], names, 0.004, deliver, self.errors["ctl"].put)
+        clock = Conductor(self.groups["ctl"], names, 0.004, deliver, self.errors["ctl"].put, self.record)
         clock.start()
         return clock
 
     def leader(self) -> Leader:
-        clock = Leader(self.groups["ctl"], self.errors["ctl"].put)
+        clock = Leader(self.groups["ctl"], self.errors["ctl"].put, self.record)
         clock.start()
         return clock
 
@@ -151,8 +156,10 @@ def conduct(me: Rank) -> None:
         for member, rank in enumerate(LEADERS):
             clock.decide(member, Generate(index, tokens_of(rank, index), 1, 1.0, index, []))
     me.saw["complete"] = answered(DECISIONS)
+    time.sleep(IDLE_S)  # ticks that carry nothing
     clock.stop()
     clock.join(PATIENCE_S)
+    me.saw["recorded"] = me.recorded
     me.saw |= {"heard": heard, "ticks": clock.ticks, "clock ended": not clock.is_alive()}
 
 
@@ -167,6 +174,7 @@ def lead(me: Rank) -> None:
         clock.tell(Generated(decision.id, answer, none, none, "stop", ""))
         clock.tell(Refused(decision.id, "twice"))
     clock.join(PATIENCE_S)
+    me.saw["recorded"] = me.recorded
     me.saw |= {"decided": decided, "left in inbox": clock.inbox.qsize(), "clock ended": not clock.is_alive()}
 
 
