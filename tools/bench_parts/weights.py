@@ -27,12 +27,13 @@ def main(json_path: str | None = None) -> dict[str, Any]:
 
 
 def show(staging: str, r: dict[str, Any]) -> None:
-    """For people. The targets are those of a pull that is staged whole."""
+    """For people. Targets are those of a pull that is staged whole: the first bucket alone could not miss them."""
+    target = f"(target {TARGETS['idle_ratio']})" if staging == "whole" else "(of the first bucket)"
     megabytes, ms = r["bytes"] / 1e6, 1e3
     print(f"== staging {staging}: {r['staging_bytes'] / 1e6:.0f} MB of buffers")
     print(f"{megabytes:.0f} MB, float32, gloo on loopback; medians of {r['rounds']} pulls")
     print(f"raw broadcast      {r['raw_s']:.3f} s  {megabytes / r['raw_s']:,.0f} MB/s")
-    print(f"pull*, idle engine {r['idle_s']:.3f} s  ratio {r['idle_ratio']:.2f} (target {TARGETS['idle_ratio']})")
+    print(f"pull*, idle engine {r['idle_s']:.3f} s  ratio {r['idle_ratio']:.2f} {target}")
     print(f"pull*, busy engine {r['busy_s']:.3f} s  ratio {r['busy_ratio']:.2f}")
     print(
         f"engine step        {r['step_s'] * ms:.1f} ms alone, {r['step_pull_s'] * ms:.1f} ms during a pull: "

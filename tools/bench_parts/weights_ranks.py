@@ -58,10 +58,14 @@ def serve(config: Config, folder: str, weights: dist.ProcessGroup, replica: dist
 
     engine = Engine(build_engine(config, folder, replica, 0, 0, torch.device("cpu")), 1)
     arrived = threading.Event()
-    receiver = Receiver([weights], torch.device("cpu"), lambda version: arrived.set(), die, staging=config.weights.staging)
+    receiver = Receiver(
+        [weights], torch.device("cpu"), lambda version: arrived.set(), die, staging=config.weights.staging
+    )
     plan = receiver.plan(60)
     raw = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    figures: dict[str, list[float]] = {k: [] for k in ("raw", "idle", "busy", "swap", "both", "step", "step_pull", "memcpy")}
+    figures: dict[str, list[float]] = {
+        k: [] for k in ("raw", "idle", "busy", "swap", "both", "step", "step_pull", "memcpy")
+    }
     version = 0
 
     def pull(kind: str) -> None:
