@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -80,7 +81,7 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
         output = redirect_rank_output(config.output_dir, rank, console=rank == 0)
         folder = Path(config.output_dir) / "timeline"
         spans = Spans(folder / f"rank_{rank:05d}.jsonl" if config.log.timeline else None, rank, role, limit=50_000)
-        watchdog.span = spans.span
+        watchdog.span, watchdog.tick = spans.span, partial(spans.add, "tick", track="clock")
         watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
         module = COMMANDS[command] if rank == 0 or command == "sft" else f"spmd_rl.{role}.role"
         import_module(module).run(world, *([output] if rank == 0 else []))

@@ -228,6 +228,9 @@ class WeightsConfig:
     max_k3: float = 0.0  # limit of the same-version mismatch; 0 = 1e-8 in float32, 1e-2 in bfloat16
     strict: bool = False  # above the limit: stop instead of warning
     mode: Literal["in_flight", "drain", "recompute"] = "in_flight"  # what happens to requests while weights are swapped
+    # What an inference rank has room for besides its own weights: whole = a second copy of the model, received while
+    # the engine steps; buckets = two buckets, of which all but the first two travel while the engine stands still.
+    staging: Literal["whole", "buckets"] = "whole"
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,15 @@ class Engine:
         return self._llm.has_unfinished_requests()
 
     @property
+    def prefills(self) -> bool:
+        """True while the next step takes in tokens of a prompt. Requests that wait for a free slot do not count."""
+        scheduler = self._scheduler
+        waiting = scheduler.waiting or scheduler.skipped_waiting
+        if waiting and len(scheduler.running) < scheduler.max_num_running_reqs:
+            return True
+        return any(request.num_computed_tokens < request.num_prompt_tokens for request in scheduler.running)
+
+    @property
     def probing(self) -> bool:
         """True while the probe set is being scored; a swap waits for it."""
         return self._probe is not None

@@ -71,7 +71,7 @@ def run(world: World) -> None:
     frozen = replica >= len(world.mesh.replicas)
     name = world.config.orchestrator.algorithm.reference if frozen else world.config.model.name
     # The clock starts before the engine is built: ticks of ranks that are ready must not wait for it.
-    clock = Leader(world.groups["ctl"], world.watchdog.fail) if leads else None
+    clock = Leader(world.groups["ctl"], world.watchdog.fail, world.watchdog.tick) if leads else None
     if clock:
         clock.start()
     with world.watchdog.stage("build the engine", deadlines.start_s):
@@ -104,13 +104,16 @@ class ReplicaRank:
         # A frozen replica is in none of these groups: its tokens carry version -1, which is no version of the policy.
         weights = [group for name, group in world.groups.items() if name.startswith("weights/")]
         arrived = (lambda version: clock.inbox.put(Arrived(version))) if clock else (lambda version: None)
-        self._receiver = Receiver(weights, world.device, arrived, watchdog.fail, watchdog.span) if weights else None
+        staging = world.config.weights.staging
+        self._receiver = (
+            Receiver(weights, world.device, arrived, watchdog.fail, watchdog.span, staging) if weights else None
+        )
         self._lockstep = world.config.clock.mode == "lockstep"
         self._drains = world.config.weights.mode == "drain"
         self._recomputes = world.config.weights.mode == "recompute"
         self._pulls: deque[Pull] = deque()  # decided, not begun: one version at a time is in the staging buffers
         self._pulling: Pull | None = None
-        self._arrived = False  # what is pulled is complete
+        self._arrived = False  # what is pulled can be swapped in
         self._held: list[Decision] = []  # requests that wait for a swap (drain)
         self._probe: list[np.ndarray] = []
         self._told_load, self._told_steps = 0.0, -1
@@ -236,7 +239,8 @@ class ReplicaRank:
                         self._receiver.close(self._world.config.deadlines.step_s)
                     return False
         if turn.step and self._engine.busy:
-            with self._world.watchdog.stage("engine step", self._world.config.deadlines.step_s):
+            phase = "prefill" if self._engine.prefills else "engine step"
+            with self._world.watchdog.stage(phase, self._world.config.deadlines.step_s):
                 for event in self._engine.step():
                     self._tell(event)
         self._tell_load()
@@ -248,12 +252,13 @@ class ReplicaRank:
             self._receiver.wait(deadline_s)  # a follower may be a bucket behind its leader
             plan = self._receiver.plan(deadline_s)
             started = time.perf_counter()
-            self._engine.swap(version, self._receiver.tensors(), plan.names)
+            self._engine.swap(version, self._receiver.tensors(deadline_s), plan.names)
             if self._recomputes:
                 self._engine.restart()
             self._pulling, self._arrived = None, False
             stall_s = time.perf_counter() - started
-            self._tell(Pulled(self._world.rank, version, plan.nbytes, self._receiver.receive_s, stall_s))
+            receive_s, staging_bytes = self._receiver.receive_s, self._receiver.staging_bytes
+            self._tell(Pulled(self._world.rank, version, plan.nbytes, receive_s, stall_s, staging_bytes))
             if self._probe:
                 self._engine.probe(self._probe)
 

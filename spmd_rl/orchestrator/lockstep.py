@@ -84,6 +84,7 @@ class Lockstep:
         self._due: list[tuple[int, Named]] = []  # what the trainer will say, and at which tick it counts
         self._early: dict[Named, Event] = {}
         self._free_at = 0  # when the trainer has done all it was ordered
+        self._sent_at = 0  # when the last version has left the trainer: behind its swap, where engines stage no more
         self._fence: asyncio.Future[list[Partial]] | None = None
         self._stopping = False
         self.ended = asyncio.Event()
@@ -95,6 +96,7 @@ class Lockstep:
         """One decision for a leader, with the next tick."""
         if isinstance(decision, Pull):
             decision = msgspec.structs.replace(decision, tick=self._free_at + 1)
+            self._sent_at = decision.tick + 1
         self._pending[member].append(decision)
 
     def give(self, orders: list[Order]) -> None:
@@ -104,6 +106,7 @@ class Lockstep:
                 self._free_at = max(self.tick, self._free_at) + self._config.train_ticks
                 self._expect(self._free_at, (Trained, (phase, step)))
             case Send(version=version):
+                self._free_at = max(self._free_at, self._sent_at)  # waiting sooner for it would be for ever
                 self._expect(self._free_at, (Sent, version))
             case Save(folder=folder):
                 self._expect(max(self.tick, self._free_at) + self._config.train_ticks, (Saved, folder))
@@ -126,7 +129,7 @@ class Lockstep:
         """The next tick has this number: a run is taken up again."""
         assert not self._due, "the trainer still has something to say"
         self.tick = tick
-        self._free_at = 0
+        self._free_at = self._sent_at = 0
 
     async def run(self) -> None:
         """Tick until `stop`."""

@@ -100,12 +100,18 @@ def open_journal(config: Config, past: Past | None) -> Journal:
         return Journal(path, writing=explain_full_disk)
     truncate_metrics(config.output_dir, past.step, phases=("rl", "eval"))
     offset, number = past.snapshot["journal"]
-    return Journal(
+    journal = Journal(
         path,
         keep=offset if config.clock.mode == "lockstep" else None,
         known=(offset, number),
         writing=explain_full_disk,
     )
+    if journal.torn:
+        print(
+            f"{path}: the last record, at byte {journal.offset}, did not check out and was cut off. A machine that "
+            f"died may leave this, and so may a damaged disk; a copy is in {journal.torn}"
+        )
+    return journal
 
 
 def _check_common(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:

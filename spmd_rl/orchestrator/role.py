@@ -133,11 +133,12 @@ def _start_clock(world: World, link: Link, orders: Dispatcher, gate: Gate) -> tu
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
     members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
     if isinstance(gate, OrderedGate):
-        metronome = Metronome(world.groups["ctl"], members)
+        metronome = Metronome(world.groups["ctl"], members, watchdog.tick)
         lockstep = Lockstep(config.clock, gate, metronome, orders, link.deliver, len(members))
         link.connect(lockstep, lockstep)
         return lockstep, lambda: asyncio.wait_for(lockstep.ended.wait(), config.deadlines.step_s)
-    clock = Conductor(world.groups["ctl"], members, config.clock.period_ms / 1e3, link.deliver, watchdog.fail)
+    period_s = config.clock.period_ms / 1e3
+    clock = Conductor(world.groups["ctl"], members, period_s, link.deliver, watchdog.fail, watchdog.tick)
     link.connect(clock, orders)
     clock.start()
     return None, lambda: asyncio.to_thread(clock.join, config.deadlines.step_s)

@@ -85,6 +85,7 @@ class Versions:
         pulls = list(book.pulled.values())
         metrics = {
             "weights/bytes": float(pulls[0].bytes),
+            "weights/staging_bytes": float(pulls[0].staging_bytes),
             "weights/pull_s": max(pull.receive_s for pull in pulls),
             "weights/stall_s": max(pull.stall_s for pull in pulls),
             "weights/gather_s": book.sent.gather_s,

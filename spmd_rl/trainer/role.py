@@ -51,7 +51,7 @@ def run(world: World) -> None:
     """Build the learner and follow rank 0's orders until it says stop."""
     config, deadlines, watchdog = world.config, world.config.deadlines, world.watchdog
     index = world.mesh.trainers.index(world.rank)
-    clock = Leader(world.groups["ctl"], watchdog.fail) if index == 0 else None
+    clock = Leader(world.groups["ctl"], watchdog.fail, watchdog.tick) if index == 0 else None
     if clock:
         clock.start()
     started = time.perf_counter()

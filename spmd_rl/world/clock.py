@@ -10,6 +10,9 @@ A peer that does not answer makes the wait fail, and the error names it.
 and a leader answers when they are done; `Metronome` is rank 0's end then. It has no thread and no period: who calls
 `exchange` decides when the next tick is.
 
+All three say when a tick that carried something began and ended (`record`, for the timeline); idle ones are many, and
+of no interest.
+
 It refuses to know what other decisions, and what events mean.
 """
 
@@ -32,6 +35,13 @@ MIN_GAP = 0.25  # of the period: shorter gaps between ticks cost engine throughp
 QUIET_S, QUIET_FACTOR = 1.0, 2.5  # after so long without a word ticks come more slowly, to save rank 0's CPU
 
 
+Record = Callable[[int, int], object]  # start and end of a tick, in time.monotonic_ns
+
+
+def nobody(start_ns: int, end_ns: int) -> None:
+    """Nobody keeps a timeline."""
+
+
 class Conductor(threading.Thread):
     """Rank 0's end: starts every tick.
 
@@ -41,6 +51,7 @@ class Conductor(threading.Thread):
         period_s: longest time between two ticks.
         deliver: called on this thread with (member, event) for everything that comes up.
         fail: called on this thread with the error that ended the clock.
+        record: told of every tick that carried something.
     """
 
     def __init__(
@@ -50,10 +61,11 @@ class Conductor(threading.Thread):
         period_s: float,
         deliver: Callable[[int, Any], None],
         fail: Callable[[BaseException], None],
+        record: Record = nobody,
     ) -> None:
         super().__init__(name="clock", daemon=True)
         self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
-        self._period_s, self._deliver, self._fail = period_s, deliver, fail
+        self._period_s, self._deliver, self._fail, self._record = period_s, deliver, fail, record
         self._pending: list[list[Decision]] = [[] for _ in names]
         self._changed = threading.Condition()
         self._stopping = False
@@ -88,16 +100,17 @@ class Conductor(threading.Thread):
                 self._changed.wait(self._period_s * (QUIET_FACTOR if quiet else 1.0))
             down, self._pending = self._pending, [[] for _ in self._pipes]
             last = self._stopping
-        started = time.monotonic()
+        started, started_ns, carried = time.monotonic(), time.monotonic_ns(), any(down)
         sends = [pipe.send_start(encode(decisions)) for pipe, decisions in zip(self._pipes, down, strict=True)]
         receives = [pipe.receive_start() for pipe in self._pipes]
         for member, (pipe, send, receive) in enumerate(zip(self._pipes, sends, receives, strict=True)):
             pipe.wait(send)
             for event in decode(pipe.receive_finish(receive), list[Event]):
                 self._deliver(member, event)
-                self._word_at = time.monotonic()
-        if any(down):
+                carried = True
+        if carried:
             self._word_at = time.monotonic()
+            self._record(started_ns, time.monotonic_ns())
         self.ticks += 1
         time.sleep(max(0.0, MIN_GAP * self._period_s - (time.monotonic() - started)))
         return not last
@@ -107,10 +120,11 @@ class Metronome:
     """Rank 0's end in lockstep; called by one thread at a time.
 
     Args:
-        group, names: as `Conductor`'s.
+        group, names, record: as `Conductor`'s.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: list[str]) -> None:
+    def __init__(self, group: dist.ProcessGroup, names: list[str], record: Record = nobody) -> None:
+        self._record = record
         self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
 
     def exchange(self, down: dict[int, list[Decision]]) -> list[tuple[int, Event]]:
@@ -118,6 +132,7 @@ class Metronome:
 
         The answers come in order of members, whoever was first.
         """
+        started_ns = time.monotonic_ns()
         sends = {member: self._pipes[member].send_start(encode(decisions)) for member, decisions in down.items()}
         receives = {member: self._pipes[member].receive_start() for member in down}
         events: list[tuple[int, Event]] = []
@@ -125,6 +140,8 @@ class Metronome:
             self._pipes[member].wait(sends[member])
             answer = decode(self._pipes[member].receive_finish(receives[member]), list[Event])
             events += [(member, event) for event in answer]
+        if events or any(down.values()):
+            self._record(started_ns, time.monotonic_ns())
         return events
 
 
@@ -132,13 +149,16 @@ class Leader(threading.Thread):
     """A leader's end: answers ticks until one brings `Stop`.
 
     `inbox` holds what came down, in order; `tell` queues an event for the next answer. The answer to a `Tick` waits
-    until the main thread calls `ticked`.
+    until the main thread calls `ticked`. `record` is told of every tick that carried something, from the arrival of its
+    decisions on.
     """
 
-    def __init__(self, group: dist.ProcessGroup, fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, fail: Callable[[BaseException], None], record: Record = nobody
+    ) -> None:
         super().__init__(name="clock", daemon=True)
         self._pipe = Pipe(group, 0, "rank 0 (orchestrator)")
-        self._fail = fail
+        self._fail, self._record = fail, record
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._ticked = threading.Semaphore(0)
         self.inbox: queue.SimpleQueue[Decision] = queue.SimpleQueue()
@@ -160,6 +180,7 @@ class Leader(threading.Thread):
 
     def _answer(self) -> bool:
         decisions = decode(self._pipe.receive(), list[Decision])
+        started_ns = time.monotonic_ns()
         for decision in decisions:
             self.inbox.put(decision)
         if decisions and isinstance(decisions[-1], Tick):
@@ -169,4 +190,6 @@ class Leader(threading.Thread):
             while True:
                 events.append(self._events.get_nowait())
         self._pipe.send(encode(events))
+        if decisions or events:
+            self._record(started_ns, time.monotonic_ns())
         return not any(isinstance(decision, Stop) for decision in decisions)

@@ -5,6 +5,8 @@
 
 A record is msgpack of one message (`wire.py`). A program that dies while it writes leaves a torn tail: a record that
 runs past the end of the file, or zeros where a file system had only made room. That is no damage; the tail is cut off.
+A last record that is as long as it says, with a payload that does not check out, may be room that a machine had made
+and not filled before it died, or a flipped byte; nobody can tell. It is cut off too, and a copy is kept (`torn`).
 Anything else that does not check out is a flipped byte or a foreign file, and an error: what stands behind it
 can't be believed.
 
@@ -41,6 +43,8 @@ class Journal:
         keep: bytes of an existing file that stay; what follows is cut off. None: all of it but a torn tail.
         known: an earlier `position`, before which nothing needs to be read again.
         writing: makes the context of every write, given the folder; it may say better what an OSError means.
+
+    `torn` names the copy of a last record that was cut off though it was all there; None: there was none.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Journal:
         self.path, self._writing = Path(path), writing
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.offset, self._number = (0, 0) if not self.path.exists() else _end(self.path, keep, known)
+        self.torn = self._copy_torn() if keep is None and self.path.exists() else None
         # Unbuffered: a record is the kernel's when `append` returns, so killing the process loses none.
         self._file = open(self.path, "r+b" if self.path.exists() else "w+b", buffering=0)  # noqa: SIM115
         self._file.truncate(self.offset)
@@ -81,6 +86,17 @@ class Journal:
         """Sync and close."""
         self.sync()
         self._file.close()
+
+    def _copy_torn(self) -> Path | None:
+        with open(self.path, "rb") as file:
+            file.seek(max(self.offset, len(MAGIC)))
+            tail = file.read()
+        if len(tail) < _HEAD.size or len(tail) != _HEAD.size + _HEAD.unpack(tail[: _HEAD.size])[0]:
+            return None
+        copy = self.path.with_suffix(".torn")
+        with self._writing(self.path.parent):
+            copy.write_bytes(tail)
+        return copy
 
     def _write(self, data: bytes) -> None:
         self.offset += len(data)
@@ -139,7 +155,7 @@ def _payloads(path: Path, start: int) -> Iterator[tuple[int, bytes]]:
             payload = file.read(length)
             end = at + _HEAD.size + length
             if crc32(payload) != payload_sum:
-                if end == size:  # the last record: its room was made and not filled
+                if end == size:  # the last record: perhaps its room was made and not filled
                     return
                 raise _damaged(path, at)
             if expected is not None and number != expected:

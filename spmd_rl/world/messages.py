@@ -112,6 +112,7 @@ class Pulled(Message, frozen=True):
     bytes: int
     receive_s: float  # from the first bucket to the last, beside engine steps
     stall_s: float  # how long the swap kept the engine from stepping
+    staging_bytes: int  # of the buffers, on each rank
 
 
 class Probed(Message, frozen=True):

@@ -74,7 +74,8 @@ class Watchdog:
         start_s: a process that has not shown up after this long never will.
 
     `on_verdict` is called with the rendered verdict before the process ends; by default rank 0 prints it. `span` makes
-    the context of a stage that works; by default it does nothing.
+    the context of a stage that works, `tick` is told of ticks, and `last_words` is called when the verdict is out, just
+    before the end; by default they do nothing.
     """
 
     def __init__(
@@ -89,6 +90,8 @@ class Watchdog:
         self._start_s, self._patience_s = start_s, heartbeat_s
         self.on_verdict: Callable[[str], object] = lambda text: print(text, file=sys.stderr) if rank == 0 else None
         self.span: Callable[[str], contextlib.AbstractContextManager[None]] = lambda name: contextlib.nullcontext()
+        self.tick: Callable[[int, int], object] = lambda start_ns, end_ns: None
+        self.last_words: Callable[[], object] = lambda: None
         self._stage, self._deadline_s, self._progress = "start", None, 0
         self._host, self._pid, self._count = socket.gethostname(), os.getpid(), 0
         self._prefix = f"spmd_rl/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -249,6 +252,8 @@ class Watchdog:
             write_error_file(verdict.render(), first=self.rank == verdict.rank)
             with contextlib.suppress(Exception):  # whatever the screen thinks of it, this process ends here
                 self.on_verdict(verdict.render())
+            with contextlib.suppress(Exception):  # before a rank that hangs is killed: its last words matter most
+                self.last_words()
             # torchrun ends all ranks of a host when the first one is gone; until then all have read the verdict.
             time.sleep(4 * PERIOD_S)
             accused = verdict.by != verdict.rank and verdict.pid not in (-1, self._pid)

@@ -3,11 +3,14 @@
 `Sender` lives on every trainer rank: the main thread copies tensors into the buckets this rank sends and goes on with
 its next forward; one thread, the only owner of this rank's `weights/i` group, broadcasts them. `Receiver` lives
 on every inference rank: one thread, the only owner of all `weights/*` groups there, receives into staging buffers
-while the engine steps; the engine's thread then swaps the complete version in.
+while the engine steps; the engine's thread then swaps the version in.
 
-Invariants: a version is handed over complete and checked (order of versions, version stamp, checksum of each
-bucket) or not at all; every tensor of the plan is written exactly once per version; senders and receivers walk the
-buckets in one order.
+Where staging buffers hold the whole model, a version is complete and checked before its swap begins. Where they hold
+two buckets, it arrives with its first bucket, and the others stream through while the engine stands still.
+
+Invariants: no tensor is handed over before its bucket is checked (order of versions, version stamp, checksum); every
+tensor of the plan is handed over exactly once per version, or the iteration raises; a buffer is not written to while
+somebody may still read it; senders and receivers walk the buckets in one order.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from spmd_rl.world.buckets import Bucket, Plan, WeightsError
+from spmd_rl.world.buckets import TRAILER_BYTES, Bucket, Plan, WeightsError
 
 Span = Callable[[str], AbstractContextManager[None]]
 
 CLOSED = -1  # behind the last bucket of a version
+STREAM_BUFFERS = 2  # one is loaded into the engine while the other is received
 
 
 def no_span(name: str) -> AbstractContextManager[None]:
@@ -126,9 +131,10 @@ class Receiver:
 
     Args:
         groups: `weights/0`, `weights/1`, ... of all senders; member 0 of each is the sender.
-        arrived: called on the receiving thread with each version that is complete and checked.
+        arrived: called on the receiving thread with each version that can be swapped in.
         fail: called on the receiving thread with the error that ended it.
         span: makes the context in which a version is received.
+        staging: what the staging buffers hold: the whole model, or two buckets of it.
     """
 
     def __init__(
@@ -138,15 +144,19 @@ class Receiver:
         arrived: Callable[[int], None],
         fail: Callable[[BaseException], None],
         span: Span = no_span,
+        staging: Literal["whole", "buckets"] = "whole",
     ) -> None:
-        self._span = span
+        self._span, self._streams = span, staging == "buckets"
         self._groups, self._device, self._arrived, self._fail = groups, device, arrived, fail
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-        self._planned, self._complete = threading.Event(), threading.Event()
+        self._planned, self._ready, self._swapping = threading.Event(), threading.Event(), threading.Event()
         self._plan: Plan | None = None
-        self._staging: list[torch.Tensor] = []
+        # Buffers go round: free, received into, checked, handed over, free. Both queues keep the order of buckets.
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        self._checked: queue.SimpleQueue[torch.Tensor | BaseException] = queue.SimpleQueue()
         self._version = -1
         self.receive_s = 0.0
+        self.staging_bytes = 0
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
@@ -158,24 +168,49 @@ class Receiver:
 
     def begin(self, version: int) -> None:
         """Start receiving `version` beside the caller."""
-        self._complete.clear()
+        self._ready.clear()
+        self._swapping.clear()
         self._queue.put(version)
 
     def wait(self, deadline_s: float) -> None:
-        """Block until the version that was begun is complete and checked."""
-        if not self._complete.wait(deadline_s):
+        """Block until the version that was begun can be swapped in."""
+        if not self._ready.wait(deadline_s):
             raise WeightsError(f"policy version did not arrive within {deadline_s:g} s")
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The complete version, each tensor exactly once, as views of the staging buffers."""
-        for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
+    def tensors(self, deadline_s: float) -> Iterator[tuple[str, torch.Tensor]]:
+        """The version that arrived, each tensor exactly once, in the order of the plan.
+
+        Views of the staging buffers where these hold the whole model; they stay as they are until the next `begin`.
+        Else clones: vLLM keeps tensors until their layer is complete, some to the end, and buffers are used again.
+
+        WeightsError when a bucket does not come within `deadline_s`, or not as it was sent. Where versions stream,
+        tensors may have been handed over before: the caller's model is then of no version.
+        """
+        self._swapping.set()
+        for bucket in self._plan.buckets:
+            buffer = self._next_checked(bucket, deadline_s)
             for piece in bucket.pieces:
-                yield piece.name, piece.view(buffer)
+                tensor = piece.view(buffer)
+                yield piece.name, tensor.clone() if self._streams else tensor
+            if self._streams and self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # clones are made when the stream gets there
+            self._free.put(buffer)
 
     def close(self, deadline_s: float) -> None:
         """End the thread."""
         self._queue.put(None)
         self._thread.join(deadline_s)
+
+    def _next_checked(self, bucket: Bucket, deadline_s: float) -> torch.Tensor:
+        try:
+            buffer = self._checked.get(timeout=deadline_s)
+        except queue.Empty:
+            raise WeightsError(
+                f"bucket {bucket.index} of policy version {self._version} did not arrive within {deadline_s:g} s"
+            ) from None
+        if isinstance(buffer, BaseException):
+            raise WeightsError(f"bucket {bucket.index} of policy version {self._version}: {buffer}") from buffer
+        return buffer
 
     def _run(self) -> None:
         try:
@@ -184,28 +219,51 @@ class Receiver:
             if len(set(plans)) != 1:
                 raise WeightsError("the trainer ranks disagree about the bucket plan")
             self._plan = Plan.decode(plans[0])
-            self._staging = [bucket.allocate(self._device) for bucket in self._plan.buckets]
+            buffers = self._allocate(self._plan.buckets)
+            for buffer in buffers:
+                self._free.put(buffer)
+            self.staging_bytes = sum(buffer.numel() for buffer in buffers)
             self._planned.set()
             while (version := self._queue.get()) is not None:
-                self._receive(version)
-                self._complete.set()
-                self._arrived(version)
+                self._receive(version, room=len(buffers))
         except BaseException as error:
+            self._checked.put(error)  # the engine's thread may be waiting in the middle of a swap
             self._fail(error)
 
-    def _receive(self, version: int) -> None:
+    def _allocate(self, buckets: tuple[Bucket, ...]) -> list[torch.Tensor]:
+        if not self._streams:
+            return [bucket.allocate(self._device) for bucket in buckets]
+        largest = max(buckets, key=lambda bucket: bucket.nbytes)
+        return [largest.allocate(self._device) for _ in buckets[:STREAM_BUFFERS]]
+
+    def _receive(self, version: int, room: int) -> None:
         if version <= self._version:
             raise WeightsError(f"asked for policy version {version} after {self._version}: versions only grow")
         for group in self._groups:
             if (opened := _receive_number(group, self._device)) != version:
                 raise WeightsError(f"a trainer rank sends policy version {opened}, this rank expects {version}")
-        started = time.perf_counter()  # waiting for the trainer to begin is not receiving
+        buckets = self._plan.buckets
+        self._version, self.receive_s = version, 0.0  # waiting for the trainer to begin is not receiving
         with self._span("pull"):
-            for bucket, buffer in zip(self._plan.buckets, self._staging, strict=True):
-                dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
-                bucket.verify(buffer, version)
-        self._version = version
-        self.receive_s = time.perf_counter() - started
+            for bucket in buckets[:room]:
+                self._receive_bucket(bucket, version)
+                if bucket.index == (0 if self._streams else len(buckets) - 1):
+                    self._ready.set()
+                    self._arrived(version)
+        if len(buckets) > room:
+            self._swapping.wait()
+            with self._span("pull"):
+                for bucket in buckets[room:]:
+                    self._receive_bucket(bucket, version)
+
+    def _receive_bucket(self, bucket: Bucket, version: int) -> None:
+        whole = self._free.get()  # the swap's own deadline is what ends this
+        started = time.perf_counter()
+        buffer = whole[: bucket.nbytes + TRAILER_BYTES]
+        dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
+        bucket.verify(buffer, version)
+        self.receive_s += time.perf_counter() - started
+        self._checked.put(whole)
 
 
 def _use(device: torch.device) -> None:

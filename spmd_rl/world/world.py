@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from spmd_rl.config.show import config_hash, write_toml
 from spmd_rl.config.tree import Config
+from spmd_rl.world import flight_recorder
 from spmd_rl.world.checkpoints import complete
 from spmd_rl.world.groups import init_world, make_groups
 from spmd_rl.world.mesh import Mesh, Role
@@ -57,11 +58,14 @@ class World:
         rank, deadlines = int(os.environ["RANK"]), config.deadlines
         role = mesh.role(rank)
         local_rank = accelerator_index()
+        flight_recorder.arm(config.output_dir)
         with watchdog.stage("join the world", deadlines.start_s):
             init_world(deadlines.collective_s)
         with watchdog.stage("compare ranks", deadlines.start_s):
             resume, lock = _compare_ranks(config, rank, mesh.world_size, deadlines.start_s)
         device = pick_device(config, role, local_rank)
+        if device.type == "cuda":
+            watchdog.last_words = flight_recorder.FlightRecorder(rank).write
         with watchdog.stage("make groups", deadlines.start_s):
             groups = make_groups(mesh, rank, device, deadlines.collective_s)
         return cls(config, mesh, rank, role, device, local_rank, groups, watchdog, resume, lock)

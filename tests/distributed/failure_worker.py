@@ -67,6 +67,7 @@ def main(folder: Path, how: str, victim: int) -> None:
         config = replace(config, seed=1)
     mesh = Mesh.build(config, size)
     watchdog = Watchdog(rank, size, mesh.role(rank), HEARTBEAT_S, 120.0)
+    watchdog.last_words = (folder / f"words_{rank}").touch
     watchdog.start()
     try:
         world = World.join(config, mesh, watchdog)

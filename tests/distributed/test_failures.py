@@ -106,6 +106,11 @@ def outcomes(tmp_path_factory):
             future.cancel()
 
 
+def words(outcome: Outcome) -> list[int]:
+    """The ranks that had last words."""
+    return sorted(int(path.name.removeprefix("words_")) for path in outcome.folder.glob("words_*"))
+
+
 def verdict(outcome: Outcome, victim: int, reason: str, stage: str = "the fatal stage") -> re.Pattern[str]:
     """The last line of every report: rank, role, host, process and stage of the victim, then the reason."""
     where = f"rank {victim} ({ROLES[victim]}) on {socket.gethostname()}, pid {outcome.pids[victim]}, stage '{stage}'"
@@ -156,12 +161,15 @@ def test_a_stopped_or_hanging_rank_is_named_and_killed(outcomes, how, reason, vi
     assert {0, 1, 2} - {victim} <= set(outcome.errors)
     assert all(expected.fullmatch(error) for error in outcome.errors.values()), outcome.errors
     assert expected.search(outcome.root_cause)
+    # Also the main thread that hangs; a process that is stopped says nothing.
+    assert words(outcome) == [rank for rank in range(RANKS) if how == "hang" or rank != victim]
 
 
 def test_an_exception_of_one_rank_is_what_all_ranks_report(outcomes):
     outcome = outcomes["raise", 1, "torchrun"].result()
     assert_over(outcome)
     assert sorted(outcome.errors) == [0, 1, 2]
+    assert words(outcome) == [0, 1, 2]
     (report,) = set(outcome.errors.values())
     assert report.startswith("Traceback (most recent call last)") and "in fail_now" in report
     assert verdict(outcome, 1, "ValueError: the loss is not a number$").search(report)

@@ -5,15 +5,18 @@ One launch does it all; each test reads what the ranks wrote down.
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
 from spmd_rl.config.tree import Config, DeploymentConfig
+from spmd_rl.world.buckets import TRAILER_BYTES, Plan
 from spmd_rl.world.mesh import Mesh
 from tests.distributed.launch import start_ranks
 from tests.distributed.world_worker import (
     ALONE,
+    BUCKET_BYTES,
     DECISIONS,
     LEADERS,
     ORDERS,
@@ -66,6 +69,14 @@ def test_stop_is_the_last_that_a_clock_says(saw):
     assert all(saw[rank]["left in inbox"] == 0 for rank in LEADERS)
 
 
+def test_ticks_that_carry_something_are_recorded_and_idle_ones_are_not(saw):
+    for rank in (0, *LEADERS):
+        recorded = saw[rank]["recorded"]
+        assert ALONE <= len(recorded) < saw[0]["ticks"]
+        assert all(start < end for start, end in recorded)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(recorded))
+
+
 def test_messages_of_any_size_go_both_ways(saw):
     assert saw[0]["echoes"] == [[True] * len(SIZES)] * len(LEADERS)
     assert all(saw[rank]["received"] == [True] * len(SIZES) for rank in LEADERS)
@@ -90,6 +101,9 @@ def test_versions_arrive_bit_exact_with_every_name_once(saw):
         assert saw[rank]["exact"] == [[names, True]] * len(VERSIONS)
         assert saw[rank]["arrived"] == list(VERSIONS)
         assert saw[rank]["small"] == [["scale", 7.0]]
+    plan = Plan.build(TABLE, BUCKET_BYTES, len(TRAINERS))
+    largest = max(bucket.nbytes for bucket in plan.buckets) + TRAILER_BYTES
+    assert [saw[rank]["staged"] for rank in INFERENCE] == [plan.nbytes, 2 * largest]
 
 
 def test_a_version_out_of_order_is_an_error(saw):

@@ -35,11 +35,13 @@ from spmd_rl.world.weights import Receiver, Sender
 from spmd_rl.world.wire import decode
 
 TRAINERS, LEADERS = (1, 2), (1, 3, 4)
+STAGING = {3: "whole", 4: "buckets"}
 CPU = torch.device("cpu")
 PATIENCE_S = 120.0
 DECISIONS = 150  # to every leader
 ALONE = 100  # the first ones leave only when all before are answered, which takes two ticks each
 ORDERS = 40
+IDLE_S = 0.5
 VERSIONS = (0, 1, 2, 5)
 TABLE = [
     *((f"layers.{i}.weight", (31, 7 + i), "float32") for i in range(6)),
@@ -80,9 +82,13 @@ class Rank:
         self.mesh = Mesh.build(Config(deployment=DeploymentConfig(train_ranks=2, infer_ranks=2)), dist.get_world_size())
         self.groups = make_groups(self.mesh, self.rank, CPU, PATIENCE_S)
         self.saw: dict[str, Any] = {"groups": list(self.groups)}
+        self.recorded: list[list[int]] = []
         self.errors: dict[str, queue.SimpleQueue[BaseException]] = {
             name: queue.SimpleQueue() for name in ("ctl", "data", "weights")
         }
+
+    def record(self, start_ns: int, end_ns: int) -> None:
+        self.recorded.append([start_ns, end_ns])
 
     def name(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.role(rank)})"
@@ -94,12 +100,12 @@ class Rank:
 
     def conductor(self, deliver: Callable[[int, Any], None]) -> Conductor:
         names = [self.name(rank) for rank in LEADERS]
-        clock = Conductor(self.groups["ctl"], names, 0.004, deliver, self.errors["ctl"].put)
+        clock = Conductor(self.groups["ctl"], names, 0.004, deliver, self.errors["ctl"].put, self.record)
         clock.start()
         return clock
 
     def leader(self) -> Leader:
-        clock = Leader(self.groups["ctl"], self.errors["ctl"].put)
+        clock = Leader(self.groups["ctl"], self.errors["ctl"].put, self.record)
         clock.start()
         return clock
 
@@ -114,7 +120,9 @@ class Rank:
         return Sender(plan, index, self.groups[f"weights/{index}"], CPU, self.errors["weights"].put)
 
     def receiver(self, arrived: Callable[[int], None] = lambda version: None) -> Receiver:
-        return Receiver([self.groups["weights/0"], self.groups["weights/1"]], CPU, arrived, self.errors["weights"].put)
+        """Rank 3 stages whole versions, rank 4 two buckets, of the same broadcasts."""
+        groups, staging = [self.groups["weights/0"], self.groups["weights/1"]], STAGING[self.rank]
+        return Receiver(groups, CPU, arrived, self.errors["weights"].put, staging=staging)
 
     def save(self) -> None:
         """Write what was seen so far; whoever reads the file sees all of it or none."""
@@ -148,8 +156,10 @@ def conduct(me: Rank) -> None:
         for member, rank in enumerate(LEADERS):
             clock.decide(member, Generate(index, tokens_of(rank, index), 1, 1.0, index, []))
     me.saw["complete"] = answered(DECISIONS)
+    time.sleep(IDLE_S)  # ticks that carry nothing
     clock.stop()
     clock.join(PATIENCE_S)
+    me.saw["recorded"] = me.recorded
     me.saw |= {"heard": heard, "ticks": clock.ticks, "clock ended": not clock.is_alive()}
 
 
@@ -164,6 +174,7 @@ def lead(me: Rank) -> None:
         clock.tell(Generated(decision.id, answer, none, none, "stop", ""))
         clock.tell(Refused(decision.id, "twice"))
     clock.join(PATIENCE_S)
+    me.saw["recorded"] = me.recorded
     me.saw |= {"decided": decided, "left in inbox": clock.inbox.qsize(), "clock ended": not clock.is_alive()}
 
 
@@ -244,17 +255,17 @@ def receive_versions(me: Rank) -> None:
     for version in VERSIONS:
         receiver.begin(version)
         receiver.wait(PATIENCE_S)
-        got, expected = list(receiver.tensors()), list(weights_of(version))
+        got, expected = list(receiver.tensors(PATIENCE_S)), list(weights_of(version))
         same = all(torch.equal(a[1], b[1]) and a[1].dtype == b[1].dtype for a, b in zip(got, expected, strict=True))
         exact.append([[name for name, _ in got], same])
-    me.saw |= {"buckets": len(plan.buckets), "names": plan.names, "exact": exact}
+    me.saw |= {"buckets": len(plan.buckets), "names": plan.names, "exact": exact, "staged": receiver.staging_bytes}
     receiver.close(PATIENCE_S)
     me.saw["arrived"] = arrived
 
     small = me.receiver()
     small.begin(1)
     small.wait(PATIENCE_S)
-    me.saw["small"] = [[name, float(tensor)] for name, tensor in small.tensors()]
+    me.saw["small"] = [[name, float(tensor)] for name, tensor in small.tensors(PATIENCE_S)]
     small.begin(1)
     me.saw["an old version"] = me.next_error("weights")
     me.receiver()

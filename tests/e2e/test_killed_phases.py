@@ -22,9 +22,10 @@ PHASES = {
     "trainer, forward": (1, f"{LEARNER}._forward_backward", 2, STOPPED),
     "trainer, optimizer": (1, f"{LEARNER}._apply_gradients", 2, GONE),
     "trainer sends weights": (1, "spmd_rl.world.weights:Sender.send", 3, STOPPED),
+    "trainer sends a bucket into a swap": (1, "spmd_rl.world.buckets:Bucket.seal", 45, STOPPED),
     "trainer writes a checkpoint": (1, "spmd_rl.trainer.checkpoint:seal", 2, GONE),
     "engine samples": (2, "spmd_rl.inference.engine:Engine.step", 20, GONE),
-    "engine receives weights": (2, "spmd_rl.world.weights:Receiver._receive", 3, STOPPED),
+    "engine receives a bucket": (2, "spmd_rl.world.weights:Receiver._receive_bucket", 45, STOPPED),
     "engine swaps weights": (2, "spmd_rl.inference.engine:Engine.swap", 3, GONE),
 }
 
@@ -33,6 +34,8 @@ PHASES = {
 def test_the_run_ends_everywhere_and_names_the_rank(model, tmp_path, phase):
     rank, where, nth, number = PHASES[phase]
     args = [*ENDLESS, "--model.name", model, "--ckpt.interval", "1"]
+    if "bucket" in phase:  # about 20 of them, received while the engine stands still
+        args += ["--weights.staging", "buckets", "--weights.bucket-mb", "0.1"]
     env = {"KILL_AT": f"{rank} {where} {nth} {number}"}
     with Launch(tmp_path / "run", args, env=env, program=KILLER) as launch:
         done = launch.wait(60 + 4 * HEARTBEAT_S)  # which also looks for processes and shared memory left behind

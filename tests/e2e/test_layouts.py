@@ -18,9 +18,11 @@ SHORT = [
     *("--inference.vllm.num_gpu_blocks_override", "512"),
 ]
 TENSOR_PARALLEL = ["--deployment.infer-ranks", "2", "--inference.tp", "2"]
+STREAMING = ["--weights.staging", "buckets", "--weights.bucket-mb", "0.1"]  # of about 20 buckets
+HF = ["--deployment.train-ranks", "2", "--trainer.model.impl", "hf"]
 LAYOUTS = {  # limit of k3, flags; all of 4 ranks
-    "two trainers with transformers' model": (1e-8, ["--deployment.train-ranks", "2", "--trainer.model.impl", "hf"]),
-    "tensor parallel": (1e-8, TENSOR_PARALLEL),
+    "two trainers with transformers' model, bucket by bucket": (1e-8, [*HF, *STREAMING]),
+    "tensor parallel, bucket by bucket": (1e-8, [*TENSOR_PARALLEL, *STREAMING]),
     "tensor parallel again, in bfloat16": (1e-2, [*TENSOR_PARALLEL, "--trainer.model.dtype", "bfloat16"]),
 }
 
@@ -43,6 +45,8 @@ def test_a_layout_runs_and_agrees(name, model, tmp_path):
     args = [*SHORT, *flags, "--model.name", model]
     done = run(tmp_path / "run", args, 4, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert_agreement(done, 4, limit)
+    staged, sent = done.versions[0]["weights/staging_bytes"], done.versions[0]["weights/bytes"]
+    assert 2 * 10**5 <= staged < 0.5 * sent if "bucket by bucket" in name else staged == sent
     assert (done.folder / "hf" / "model.safetensors").exists()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.orchestrator.versions import k3
@@ -33,6 +34,23 @@ def assert_same(got, expected):
     np.testing.assert_allclose(got.logprobs, expected.logprobs, rtol=0, atol=1e-5)
 
 
+def phases(engine, requests) -> list[bool]:
+    """Of each step, whether it takes in tokens of a prompt."""
+    found = []
+    add(engine, requests)
+    while engine.busy:
+        found.append(engine.prefills)
+        engine.step()
+    return found
+
+
+def test_requests_that_find_no_free_slot_make_no_prefill(piecewise, crowd):
+    """Eight run at a time; while they generate, a queue is no news."""
+    short = [replace(item, tokens=item.tokens[:2], max_tokens=6) for item in crowd[:16]]
+    once = [True] + [False] * 5
+    assert phases(piecewise, short) == [*once, *once]
+
+
 def test_a_request_is_answered_alike_alone_and_in_a_crowd(engine, crowd):
     together = serve(engine, crowd)
     assert sorted(together) == list(range(33))
@@ -48,6 +66,8 @@ def test_a_request_is_answered_alike_when_its_prompt_is_taken_in_pieces(engine, 
     pieces = serve(piecewise, crowd[:1])
     assert piecewise.steps - before == NEW + 3  # 50 tokens at 16 a step
     assert_same(pieces[0], whole[0])
+    assert phases(engine, crowd[1:2]) == [True] + [False] * (NEW - 1)
+    assert phases(piecewise, crowd[1:2]) == [True] * 4 + [False] * (NEW - 1)
     in_queue = serve(piecewise, crowd)
     for id, expected in serve(engine, crowd).items():
         assert_same(in_queue[id], expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -274,6 +275,24 @@ def test_the_picture_shows_the_phases_of_the_last_seconds(two_ranks):
     assert all(pixels(whole, name) > 3000 for name in ("step", "forward", "backward", "publish", "copy"))
     assert pixels(late, "publish") > 3000  # of rank 3; all else was before
     assert all(pixels(late, name) == 0 for name in ("step", "forward", "backward", "copy"))
+
+
+def test_ticks_have_a_lane_of_their_own_beside_the_engine(tmp_path, clock):
+    """As `main.py` hands them on from the clock's thread, while the main thread is in phases of its own."""
+    spans = recorder(tmp_path, clock, role="inference")
+    tick = partial(spans.add, "tick", track="clock")
+    for phase in ("prefill", "engine step", "engine step"):
+        started = clock.now
+        spend(spans, phase, S)
+        tick(started + S // 2, clock.now)
+    spans.close()
+    assert [(t.name, [span[0] for span in t.spans]) for t in read(tmp_path)] == [
+        ("main", ["prefill", "engine step", "engine step"]),
+        ("clock", ["tick"] * 3),
+    ]
+    assert shares(tmp_path) == {0: {"prefill": 1 / 3, "engine step": 2 / 3, "idle": 0.0}}
+    picture = timeline_png(tmp_path, tmp_path / "timeline.png")
+    assert all(pixels(picture, name) > 3000 for name in ("prefill", "engine step", "tick"))
 
 
 def test_a_picture_of_instants_only_can_be_drawn(tmp_path, clock):

@@ -311,7 +311,7 @@ class _Replica:
             await asyncio.sleep(receive_s)
             self._since.append(asyncio.get_running_loop().time())
             self._held.append(pull.version)
-            self._tell(Pulled(self.rank, pull.version, BYTES, receive_s, stall_s=receive_s / 10))
+            self._tell(Pulled(self.rank, pull.version, BYTES, receive_s, stall_s=receive_s / 10, staging_bytes=BYTES))
             if pull.probe:
                 await asyncio.sleep(delays.probe)
                 scores = score(pull.probe, pull.version)

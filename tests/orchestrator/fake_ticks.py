@@ -7,6 +7,7 @@ on behind its tokens.
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -55,7 +56,9 @@ class FakeRanks:
 
     def __init__(self, engines: int, dies_at: int = 0, jitter_s: float = 0.002) -> None:
         self._engines = [FakeEngine(2 + i) for i in range(engines)]
-        self._said: list[tuple[float, Event]] = [(0.0, Ready(1, {}))]  # (when the trainer is through, what it says)
+        # (when the trainer is through, what it says, which version all engines hold by then)
+        self._said: list[tuple[float, Event, int]] = [(0.0, Ready(1, {}), -1)]
+        self._sent = -1
         self._jitter_s, self._dies_at, self.exchanges = jitter_s, dies_at, 0
         self._random = random.Random()
         self._weights = 0  # a checksum of all that was trained on
@@ -77,7 +80,7 @@ class FakeRanks:
     def give(self, orders: list[Any]) -> None:
         """Orders to one trainer rank or more; the first one answers."""
         slow_s = 8 * self._jitter_s  # an optimizer step takes several ticks, or none
-        through = max([time.monotonic(), *(at for at, _ in self._said)]) + self._random.random() * slow_s
+        through = max([time.monotonic(), *(at for at, _, _ in self._said)]) + self._random.random() * slow_s
         order = orders[0]
         match order:
             case Train():
@@ -85,25 +88,31 @@ class FakeRanks:
                 self._weights = checksum(np.asarray([self._weights]), *columns)
                 self.trained.append((order.step, self._weights))
                 metrics = TRAINER_METRICS | {"loss": float(self._weights), "time/train_s": self._random.random()}
-                self._said.append((through, Trained(order.step, order.phase, metrics | {"time/wait_s": 0.0})))
+                self._say(through, Trained(order.step, order.phase, metrics | {"time/wait_s": 0.0}))
             case Send():
-                self._said.append((through, Sent(order.version, 0.1, score(order.probe, order.version))))
+                # As where engines stage bucket by bucket: the version before leaves the trainer with its swap.
+                self._say(through, Sent(order.version, 0.1, score(order.probe, order.version)), self._sent)
+                self._sent = order.version
             case Save():
                 order.state["weights"] = self._weights
                 write_checkpoint(order)
-                self._said.append((through, Saved(order.folder)))
+                self._say(through, Saved(order.folder))
             case Export():
-                self._said.append((through, Exported(order.folder)))
+                self._say(through, Exported(order.folder))
 
     def restore(self, weights: int) -> None:
         """What a Restore order would bring; the fake is told by the test."""
         self._weights = weights
 
+    def _say(self, at: float, event: Event, needs: int = -1) -> None:
+        self._said.append((at, event, needs))
+
     def _trainer(self) -> list[Event]:
-        now = time.monotonic()
-        through = [event for at, event in self._said if at <= now]
-        self._said = [(at, event) for at, event in self._said if at > now]
-        return through
+        """What it has to say by now: one thing after the other."""
+        now, held = time.monotonic(), min(engine.version for engine in self._engines)
+        through = list(itertools.takewhile(lambda said: said[0] <= now and said[2] <= held, self._said))
+        self._said = self._said[len(through) :]
+        return [event for _, event, _ in through]
 
 
 class FakeEngine:
@@ -147,7 +156,7 @@ class FakeEngine:
             pull = self._pulls.pop(0)
             assert pull.version > self.version
             self.version = pull.version
-            events.append(Pulled(self.rank, pull.version, 4, time.monotonic(), 0.1))
+            events.append(Pulled(self.rank, pull.version, 4, time.monotonic(), 0.1, 4))
             if pull.probe:
                 events.append(Probed(self.rank, pull.version, score(pull.probe, pull.version)))
         return events

@@ -182,6 +182,19 @@ def test_damage_is_found_before_anything_is_changed(tmp_path):
     assert journal.read_bytes() == whole
 
 
+def test_a_last_record_that_does_not_check_out_is_cut_off_said_and_kept(tmp_path, capsys):
+    config = replace(make_config(max_steps=99), output_dir=str(tmp_path), ckpt=CkptConfig(interval=2))
+    assert not live(Story(config), 30.0, seed=0)
+    path = tmp_path / JOURNAL
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    journal = open_journal(config, find_past(config, "latest"))
+    assert content.startswith(path.read_bytes()) and journal.torn.read_bytes()[:-1] in content
+    journal.close()
+    said = capsys.readouterr().out
+    assert f"at byte {journal.offset}, did not check out" in said and str(tmp_path / "journal.torn") in said
+
+
 def test_a_checkpoint_of_another_run_or_command_is_refused(tmp_path):
     story = Story(replace(make_config(max_steps=99), output_dir=str(tmp_path / "a"), ckpt=CkptConfig(interval=2)))
     (tmp_path / "a").mkdir()

@@ -409,7 +409,7 @@ def test_counters_of_an_idle_engine_are_no_progress() -> None:
         await asyncio.sleep(1)
         before = link.heard
         made.loop.versions.publish(0)
-        link.deliver(1, Pulled(2, 0, 1, 0.1, 0.1))
+        link.deliver(1, Pulled(2, 0, 1, 0.1, 0.1, 1))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         after = link.heard

@@ -70,6 +70,40 @@ def test_a_flipped_bit_before_the_last_record_is_an_error_that_names_its_place(t
         Journal(path)
 
 
+@settings(max_examples=60, deadline=None)
+@given(records=RECORDS.filter(bool), data=st.data())
+def test_a_last_record_that_is_whole_and_wrong_is_cut_off_and_kept(tmp_path_factory, records, data):
+    """A flipped bit, or zeros in the place of all of it: from the outside they are one thing."""
+    path = tmp_path_factory.mktemp("j") / "journal"
+    start = [len(MAGIC), *written(path, records)][-2]
+    content = bytearray(path.read_bytes())
+    payload = start + 16
+    if data.draw(st.booleans()) and any(content[payload:]):
+        content[payload:] = bytes(len(content) - payload)
+    else:
+        content[data.draw(st.integers(payload, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    assert [record for _, record in read(path)] == records[:-1]
+    journal = Journal(path)
+    assert journal.torn == path.with_suffix(".torn") and journal.torn.read_bytes() == content[start:]
+    journal.append("new")
+    journal.close()
+    assert [record for _, record in read(path)] == [*records[:-1], "new"]
+    assert Journal(path).torn is None
+
+
+@pytest.mark.parametrize("end", [-1, None])
+def test_of_a_record_that_is_not_whole_and_of_what_is_cut_on_purpose_no_copy_is_kept(tmp_path, end):
+    path = tmp_path / "journal"
+    ends = written(path, ["a", "b", "cc"])
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content[:end])
+    journal = Journal(path) if end else Journal(path, keep=ends[1])
+    assert journal.torn is None and journal.offset == ends[1]
+    assert not path.with_suffix(".torn").exists()
+
+
 def test_a_record_that_is_missing_in_the_middle_is_an_error(tmp_path):
     path = tmp_path / "journal"
     ends = written(path, ["a", "b", "c"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import time
 
 import pytest
@@ -196,6 +197,27 @@ def test_torchrun_reads_the_error_file(tmp_path, monkeypatch):
 def test_an_error_file_that_cannot_be_written_hides_nothing(path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
     write_error_file(BLAMED.render())
+
+
+def test_last_words_come_behind_the_verdict_and_cannot_hold_up_the_end(tmp_path, monkeypatch):
+    class Ended(Exception):
+        pass
+
+    def end(code: int):
+        raise Ended(code)
+
+    def last_words():
+        said.append((tmp_path / "error.json").exists())
+        raise OSError("the disk is full")
+
+    said = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(os, "_exit", end)
+    dog = Watchdog(3, 4, "trainer", 1.0)
+    dog.on_verdict, dog.last_words = said.append, last_words
+    with pytest.raises(Ended, match="1"):
+        dog.fail(ValueError("x"))
+    assert len(said) == 2 and said[0].endswith("stage 'start': ValueError: x") and said[1]
 
 
 def test_errors_of_collectives_are_told_from_others():

@@ -1,4 +1,5 @@
-"""The ranks of `bench weights`: rank 0 sends, rank 1 holds an engine. Arguments: model folder, result file."""
+"""The ranks of `bench weights`: rank 0 sends, rank 1 holds an engine. Arguments: model folder, staging, result
+file."""
 
 from __future__ import annotations
 
@@ -57,10 +58,14 @@ def serve(config: Config, folder: str, weights: dist.ProcessGroup, replica: dist
 
     engine = Engine(build_engine(config, folder, replica, 0, 0, torch.device("cpu")), 1)
     arrived = threading.Event()
-    receiver = Receiver([weights], torch.device("cpu"), lambda version: arrived.set(), die)
+    receiver = Receiver(
+        [weights], torch.device("cpu"), lambda version: arrived.set(), die, staging=config.weights.staging
+    )
     plan = receiver.plan(60)
     raw = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    figures: dict[str, list[float]] = {k: [] for k in ("raw", "idle", "busy", "swap", "step", "step_pull", "memcpy")}
+    figures: dict[str, list[float]] = {
+        k: [] for k in ("raw", "idle", "busy", "swap", "both", "step", "step_pull", "memcpy")
+    }
     version = 0
 
     def pull(kind: str) -> None:
@@ -75,9 +80,11 @@ def serve(config: Config, folder: str, weights: dist.ProcessGroup, replica: dist
                 steps.append(one_step(engine))
         arrived.wait(60)
         figures[kind].append(time.perf_counter() - started)
-        started = time.perf_counter()
-        engine.swap(version, receiver.tensors(), plan.names)
-        figures["swap"].append(time.perf_counter() - started)
+        swapping = time.perf_counter()
+        engine.swap(version, receiver.tensors(60), plan.names)
+        figures["swap"].append(time.perf_counter() - swapping)
+        if kind == "idle":
+            figures["both"].append(time.perf_counter() - started)
         figures["step_pull"] += steps
         dist.barrier()
         version += 1
@@ -97,7 +104,7 @@ def serve(config: Config, folder: str, weights: dist.ProcessGroup, replica: dist
         for request in range(REQUESTS):  # to finish them would take most of the bench's time
             engine.cancel(request)
     receiver.close(60)
-    Path(out).write_text(json.dumps(summary(figures, plan.nbytes)))
+    Path(out).write_text(json.dumps(summary(figures, plan.nbytes) | {"staging_bytes": receiver.staging_bytes}))
 
 
 def summary(figures: dict[str, list[float]], nbytes: int) -> dict[str, float]:
@@ -130,9 +137,12 @@ def one_step(engine) -> float:
 
 
 def main() -> None:
-    folder, out = sys.argv[1:]
+    folder, staging, out = sys.argv[1:]
     config = Config(
-        model=ModelConfig(name=folder), seq_len=512, inference=InferenceConfig(vllm={"max_num_seqs": REQUESTS})
+        model=ModelConfig(name=folder),
+        seq_len=512,
+        inference=InferenceConfig(vllm={"max_num_seqs": REQUESTS}),
+        weights=WeightsConfig(staging=staging),
     )
     torch.set_num_threads(1)
     init_world(600)
