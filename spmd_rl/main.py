@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
         if not argv or argv[0] not in COMMANDS:
             raise ConfigError([f"say what to do: main.py {{{','.join(COMMANDS)}}} --config FILE.toml"], "command line")
         config = config_for(argv[0], argv[1:])
-        mesh = plan(argv[0], config, int(os.environ.get("WORLD_SIZE", nproc)))
+        if argv[0] == "rl":
+            check_algorithm(config)
+        mesh = Mesh.of(argv[0], config, int(os.environ.get("WORLD_SIZE", nproc)))
     except (ConfigError, MeshError) as error:
         write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")
         if os.environ.get("RANK", "0") == "0":
@@ -52,16 +54,6 @@ def main(argv: list[str]) -> int:
     if "RANK" not in os.environ:
         return launch(str(Path(__file__).resolve()), argv, mesh.world_size, config.output_dir)
     run_rank(argv[0], config, mesh)
-
-
-def plan(command: str, config: Config, world_size: int) -> Mesh:
-    """Lay out the ranks (0 = the fewest that will do)."""
-    if command == "sft":
-        return Mesh.all_train(world_size or 1)
-    if command != "rl":
-        return Mesh.all_infer(config, world_size or 1 + config.inference.tp)
-    check_algorithm(config)
-    return Mesh.build(config, world_size or Mesh.smallest(config))
 
 
 def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:

@@ -40,6 +40,15 @@ class Mesh:
     frozen: tuple[tuple[int, ...], ...] = ()  # of a teacher
 
     @classmethod
+    def of(cls, command: str, config: Config, world_size: int) -> Mesh:
+        """The mesh of `main.py COMMAND`; a world of 0 ranks stands for the fewest that will do. Raises MeshError."""
+        if command == "sft":
+            return cls.all_train(world_size or 1)
+        if command == "rl":
+            return cls.build(config, world_size or cls.smallest(config))
+        return cls.all_infer(config, world_size or 1 + config.inference.tp)
+
+    @classmethod
     def build(cls, config: Config, world_size: int) -> Mesh:
         """Assign roles. MeshError says which numbers do not fit and what to change."""
         deployment, tp = config.deployment, config.inference.tp

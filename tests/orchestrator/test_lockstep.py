@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spmd_rl.config.tree import CkptConfig, ClockConfig, Config
+from spmd_rl.orchestrator.connect import after, expect_ready
 from spmd_rl.orchestrator.gate import OrderedGate, QuietLoop
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.lockstep import Lockstep
 from spmd_rl.orchestrator.loop import Loop
 from spmd_rl.orchestrator.past import JOURNAL, find_past, open_journal
 from spmd_rl.orchestrator.records import Answered, AnyRecord, Steered
-from spmd_rl.orchestrator.role import _after, _expect_ready
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.router import Router
 from spmd_rl.orchestrator.sampler import Services
@@ -70,7 +70,7 @@ def live(config: Config, engines: int = 1, turns: int = 2, dies_at: int = 0, res
         gate = OrderedGate(asyncio.get_running_loop())
         lockstep = Lockstep(config.clock, gate, ranks, ranks, link.deliver, 1 + engines)
         link.connect(lockstep, lockstep)
-        ready = _expect_ready(link, 1 + engines)
+        ready = expect_ready(link, 1 + engines)
         router = Router(engines, slack=config.orchestrator.group_size)
         services = Services(config, link, router, Rollouts(config), [2], gate)
         env = SlowEnvironment(turns)
@@ -81,7 +81,7 @@ def live(config: Config, engines: int = 1, turns: int = 2, dies_at: int = 0, res
             config, link, services, [env], versions, Recorder(), None, journal, lockstep, steering, past
         )  # fmt: skip
         clock = asyncio.create_task(lockstep.run())
-        whole = asyncio.create_task(_after(ready, loop.run()))
+        whole = asyncio.create_task(after(ready, loop.run()))
         done, _ = await asyncio.wait({clock, whole}, return_when=asyncio.FIRST_COMPLETED)
         if clock in done:
             journal.append = lambda record: None  # the dead write nothing
