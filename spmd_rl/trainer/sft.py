@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 
 from spmd_rl.algorithms.supervised import learned
 from spmd_rl.config.tree import Config
@@ -29,6 +30,7 @@ from spmd_rl.observe.progress import Progress
 from spmd_rl.rollouts.packing import Packed, pack
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.role import TrainerRank, build_learner, silent
+from spmd_rl.trainer.stopping import EarlyStop
 from spmd_rl.world.checkpoints import CheckpointError, find, read_state
 from spmd_rl.world.messages import Event, Export, Order, Restore, Save, Stop, Train, Trained, Validate, Validated
 from spmd_rl.world.world import World
@@ -46,7 +48,10 @@ def run(world: World, output: RankOutput | None = None) -> None:
         start = _resumed_step(config) if config.ckpt.resume else 0
         sequences = Sequences(config, load_tokenizer(config))
     index = world.mesh.trainers.index(world.rank)
-    orders = own_orders(config, sequences, start, index, len(world.mesh.trainers))
+    store = dist.distributed_c10d._get_default_store()
+    stop = EarlyStop(store, world.rank, config.output_dir, world.watchdog.hurry)
+    stop.heed_signals()
+    orders = own_orders(config, sequences, start, index, len(world.mesh.trainers), stop)
     if index:
         TrainerRank(world, build_learner(world), silent).follow(orders)
         return
@@ -67,11 +72,21 @@ def run(world: World, output: RankOutput | None = None) -> None:
     with metrics, progress:
         TrainerRank(world, build_learner(world), report.tell).follow(orders)
         picture = loss_png(metrics.path, out / "loss.png")
-    print(farewell(report, out, picture))
+    if stop.stopped_at >= 0:
+        print(f"\nstopped after step {stop.stopped_at}; go on with the same command and --ckpt.resume latest")
+    else:
+        print(farewell(report, out, picture))
 
 
-def own_orders(config: Config, sequences: Sequences, start: int, index: int, ranks: int) -> Iterator[Order]:
-    """The orders of trainer rank `index` of `ranks`, from behind step `start` to the end."""
+def own_orders(
+    config: Config,
+    sequences: Sequences,
+    start: int,
+    index: int,
+    ranks: int,
+    stop: Callable[[int], bool] = lambda step: False,
+) -> Iterator[Order]:
+    """The orders of trainer rank `index` of `ranks`, from behind step `start` to the end, or until `stop` says so."""
     data, ckpt, last = config.data, config.ckpt, config.max_steps
     out = Path(config.output_dir).resolve()
     held = _rows(sequences.validation(), ranks, config.seq_len)
@@ -84,10 +99,14 @@ def own_orders(config: Config, sequences: Sequences, start: int, index: int, ran
         yield Train(step, "sft", [_columns(packed.rows[index])])
         if held and (step == last or (data.eval_interval and step % data.eval_interval == 0)):
             yield Validate(step, _columns(held.rows[index]))
-        if ckpt.interval and (step % ckpt.interval == 0 or step == last):
+        stops = step < last and stop(step)
+        if stops or (ckpt.interval and (step % ckpt.interval == 0 or step == last)):
             yield Save(str(out / f"checkpoints/step_{step:06d}"), checkpoint_state(config, step))
         if ckpt.export_interval and step % ckpt.export_interval == 0 and step < last:
             yield Export(str(out / f"hf_step_{step:06d}"))
+        if stops:
+            yield Stop()
+            return
     yield Export(str(out / "hf"))
     yield Stop()
 

@@ -71,6 +71,21 @@ def test_a_killed_run_goes_on_exactly(whole, model, tmp_path):
     assert losses(two) == pytest.approx(losses(whole)[5:], rel=2e-5)
 
 
+def test_sigterm_saves_and_the_run_goes_on_exactly(whole, model, tmp_path):
+    slow = [*CONFIG, "--model.name", model, "--data.eval-interval", "5", "--max-steps", "100000"]
+    with Launch(tmp_path / "run", slow, nproc=2, command="sft", torchrun=False) as launch:
+        launch.wait_for_step(3)
+        launch.terminate()
+        done = launch.wait(120)
+    assert done.returncode == 0 and "stopped after step" in done.output, done.output[-4000:]
+    (folder,) = (done.folder / "checkpoints").iterdir()
+    step = int(folder.name.split("_")[1])
+    assert step == done.phase("sft")[-1]["step"] >= 4
+    args = [*CONFIG, "--model.name", model, "--data.eval-interval", "5", "--max-steps", str(max(10, step + 1))]
+    on = sft(done.folder, *args, "--ckpt.resume", "latest", nproc=2)
+    assert losses(on)[:10] == pytest.approx(losses(whole), rel=2e-5)
+
+
 @pytest.mark.parametrize(
     "lengths", [("--data.fake-length", "64"), ("--data.fake-length", "64", "--data.fake-min-length", "8")]
 )
