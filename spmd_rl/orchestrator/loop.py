@@ -95,6 +95,7 @@ class Loop:
         self._lr = -1.0  # below 0: as the schedule has it
         self._saved: list[tuple[int, str]] = []  # (step, folder) of complete checkpoints, oldest first
         self._booked: list[asyncio.Task[None]] = []
+        self._evaluated: set[int] = set()  # steps
         self.link.log = self.journal
 
     async def run(self) -> None:
@@ -195,8 +196,8 @@ class Loop:
         collapse = self._book_step(step, batch, packed, await trained, await self.versions.report(step))
         if collapse is not None:
             self._on_collapse(collapse)
-        o, every = self.config.orchestrator, self.config.ckpt.export_interval
-        if o.eval.interval and step % o.eval.interval == 0 and step < self.config.max_steps:
+        every = self.config.ckpt.export_interval
+        if self._eval_is_due(step):
             await self._evaluate(step)
         if every and step % every == 0 and step < self.config.max_steps:
             await self._export(f"hf_step_{step:06d}")
@@ -289,6 +290,7 @@ class Loop:
             "lr": self._lr,
             "rollbacks": self._rollbacks,
             "saved": self._saved,
+            "evaluated": sorted(self._evaluated),
         }
 
     async def _take_up(self, past: Past) -> int:
@@ -313,6 +315,8 @@ class Loop:
                     self._forget_after(step_of(record.folder))
                 case Steered():
                     self._set(record.command)
+                case Evaluated():
+                    self._evaluated.add(record.step)
         if not self.lockstep:
             self.journal.append(Began(common(self.config), self._layout(), past.step))
         self.versions.publish(step)
@@ -323,6 +327,8 @@ class Loop:
         if self.lockstep:
             self.lockstep.go_on_from(past.snapshot["tick"])
         self._sampler.take_up(past.snapshot["calls"], step)
+        if self._eval_is_due(step) and step not in self._evaluated:  # it was under way when the run ended
+            self._booked = [self._tasks.create_task(self._evaluate(step))]
         return step
 
     def _restore(self, past: Past) -> None:
@@ -336,6 +342,7 @@ class Loop:
         self._memory.update(snapshot["memory"])
         self._lr, self._rollbacks = snapshot["lr"], snapshot["rollbacks"]
         self._saved = [*map(tuple, snapshot["saved"]), (past.step, past.folder)]
+        self._evaluated = set(snapshot["evaluated"])
 
     # --- steering -----------------------------------------------------------------------------------------------------
 
@@ -384,9 +391,14 @@ class Loop:
 
     # --- what a step may bring besides --------------------------------------------------------------------------------
 
+    def _eval_is_due(self, step: int) -> bool:
+        interval = self.config.orchestrator.eval.interval
+        return bool(interval) and step % interval == 0 and 0 < step < self.config.max_steps
+
     async def _evaluate(self, step: int) -> None:
         if self.config.orchestrator.eval.tasks:
             evaluation = await evaluate(self.services, self.sources, step)
+            self._evaluated.add(step)
             self.journal.append(Evaluated(step, timeless(evaluation.metrics)))
             self.report.evaluation(evaluation)
 

@@ -209,3 +209,20 @@ def test_a_checkpoint_of_another_run_or_command_is_refused(tmp_path):
     (checkpoint / "files.json").write_text(json.dumps(sizes | {"state.json": len(text)}))
     with pytest.raises(CheckpointError, match=r"was written by main.py sft, and this is rl"):
         find_past(story.config, str(checkpoint))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1000), deaths=st.lists(st.floats(1.0, 25.0), max_size=3))
+def test_the_evaluation_of_the_step_that_serves_is_taken_up(tmp_path_factory, seed, deaths) -> None:
+    """One that was under way when the run died is made again, unless training had gone further by then."""
+    folder = tmp_path_factory.mktemp("run")
+    config = make_config(max_steps=6, eval_tasks=2, eval_interval=2, output_dir=str(folder))
+    story = Story(replace(config, ckpt=CkptConfig(interval=1, keep=0)))
+    lives = [live(story, seconds, seed + i) for i, seconds in enumerate([*deaths, 1e6])]
+    assert lives[-1]
+    for made, past in zip(story.lives, story.pasts, strict=True):
+        if past is None or made is not story.lives[-1]:
+            continue
+        resumed_at = made.report.resumed[0][1]
+        seen = {step for other in story.lives for step, _, _ in other.report.evaluations}
+        assert {step for step in (2, 4, 6) if step >= resumed_at} <= seen
