@@ -3,7 +3,7 @@
 # the CPU build. A second run finds its stamp and returns at once.
 #
 #   bash launch/setup.sh          what a run needs
-#   bash launch/setup.sh dev      and what the tests need
+#   bash launch/setup.sh dev      and what the tests need: also bubblewrap and chromium, by apt-get where that can be
 #
 #   PYTHON=python3.12             the interpreter for .venv (at least 3.11)
 #   SPMD_RL_ACCELERATOR=cpu|gpu   instead of asking nvidia-smi
@@ -103,6 +103,23 @@ wheel torch-$build for $("$venv/bin/python" --version), and run this again." pip
 
 pip_install() { "$venv/bin/python" -m pip install --progress-bar off "$@"; }
 
+# What tests need beside Python: the sandbox of code environments, and a browser for the rollout viewer.
+need_programs() {
+    local missing=()
+    command -v bwrap >/dev/null || missing+=(bubblewrap)
+    command -v chromium >/dev/null || missing+=(chromium)
+    [ ${#missing[@]} -eq 0 ] && return
+    local way_out="Install them with your system's package manager (Debian, Ubuntu: apt install ${missing[*]})."
+    if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
+        die "the tests need ${missing[*]}. $way_out"
+    fi
+    phase "installing ${missing[*]}" "$way_out" apt_install "${missing[@]}"
+}
+
+apt_install() {
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"
+}
+
 # What an installation depends on. One stamp per extra, so that asking for fewer extras installs nothing.
 stamp() { cat pyproject.toml launch/setup.sh "$venv/pyvenv.cfg" <(echo "$root") 2>/dev/null | cksum; }
 
@@ -127,6 +144,7 @@ if command -v flock >/dev/null; then # two starts at the same time: the second o
     exec 9<"$venv"
     flock 9
 fi
+if [ "${1:-}" = dev ]; then need_programs; fi
 if venv_is_good && stamps_are_good; then exit 0; fi
 
 list=$(IFS=, && echo "${extras[*]}")

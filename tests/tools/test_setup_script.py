@@ -186,3 +186,31 @@ def test_unknown_arguments_are_refused(checkout):
     assert "usage" in checkout.run("everything")[1]
     code, output = checkout.run(SPMD_RL_ACCELERATOR="tpu")
     assert code != 0 and "choose cpu or gpu" in output
+
+
+def hidden(checkout, *names: str) -> str:
+    """A PATH without these programs."""
+    bare = checkout.root.parent / "bare"
+    bare.mkdir()
+    for folder in reversed(os.environ["PATH"].split(":")):
+        for program in Path(folder).glob("*") if Path(folder).is_dir() else ():
+            if program.name not in names:
+                (bare / program.name).unlink(missing_ok=True)
+                (bare / program.name).symlink_to(program)
+    return f"{checkout.bin}:{bare}"
+
+
+def test_programs_that_tests_need_are_installed(checkout):
+    checkout.command("apt-get", '#!/bin/bash\necho "$*" >> "$STUB_CALLS"\n')
+    checkout.command("id", "#!/bin/bash\necho 0\n")
+    path = hidden(checkout, "bwrap", "chromium")
+    assert checkout.run(PATH=path)[0] == 0
+    assert not any("bubblewrap" in call for call in checkout.take_calls()), "a run needs none of them"
+    assert checkout.run("dev", PATH=path)[0] == 0
+    assert checkout.take_calls()[:2] == ["update -qq", "install -y -qq --no-install-recommends bubblewrap chromium"]
+
+
+def test_who_may_not_install_programs_is_told_which(checkout):
+    checkout.command("id", "#!/bin/bash\necho 1000\n")
+    code, output = checkout.run("dev", PATH=hidden(checkout, "bwrap"))
+    assert code != 0 and "the tests need bubblewrap" in output and "apt install bubblewrap" in output
