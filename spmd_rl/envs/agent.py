@@ -7,7 +7,7 @@ in order, before the next reply is asked for; a call that can't be made is answe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
 from spmd_rl.envs.chat import Chat, Reply
@@ -71,4 +71,4 @@ async def run_tools(
 
 
 def _last(reply: Reply, ended: Ended, turns: int, made: int, bad: int) -> LastReply:
-    return LastReply(*(getattr(reply, f.name) for f in fields(Reply)), ended=ended, turns=turns, made=made, bad=bad)
+    return LastReply(reply.text, reply.calls, reply.stop_reason, reply.generation, ended, turns, made, bad)

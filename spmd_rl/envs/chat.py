@@ -99,10 +99,10 @@ class Chat:
         self._tokenizer, self._template = tokenizer, template_of(tokenizer)
         self._policy, self._tools, self._agent = policy, list(tools), agent
         self._max_tokens, self._total_tokens, self._sampled = max_tokens, total_tokens, 0
+        self._temperature = policy.sampling.temperature if policy else 1.0
         self._histories = [_History()]
         self._messages: list[Message] = []  # said, and not yet part of the history
         self._rendered: np.ndarray | None = None  # int32[n]: these messages and the header of a reply
-        self._full = False  # no room for another token
         self._status: Status = "ok"
 
     def system(self, text: str | bytes) -> None:
@@ -129,7 +129,7 @@ class Chat:
             raise ValueError("this chat was made without a policy: it has prompts, but no replies")
         given = self._given()
         left = self._total_tokens - self._sampled
-        if self._full or (self._total_tokens and left <= 0):
+        if self._total_tokens and left <= 0:
             return self._no_room()
         sampling = self._sampling(self._policy.sampling, left)
         try:
@@ -137,15 +137,13 @@ class Chat:
         except ValueError as error:
             if not self._sampled or not _too_long(error):
                 raise
-            self._full = True
             return self._no_room()
         return self._append(given, generation)
 
     def restart(self) -> None:
         """Begin a new history: what is said from now on is another sample of the same episode."""
-        if self._histories[-1].length:
-            self._histories.append(_History())
-        self._messages, self._rendered, self._full = [], None, False
+        self._histories.append(_History())
+        self._messages, self._rendered = [], None
 
     def samples(self, reward: float | None = None) -> tuple[Sample, ...]:
         """One per history in which something was sampled; `reward` is theirs alone (None: the episode's)."""
@@ -210,7 +208,7 @@ class Chat:
             mask[sampled] = 1
             logprobs[sampled] = generation.logprobs
             versions[sampled] = generation.versions
-            temperatures[sampled] = self._policy.sampling.temperature
+            temperatures[sampled] = self._temperature
         tokens = history.tokens[:count].copy()
         return Sample(tokens, mask, logprobs, versions, temperatures, agent=self._agent, reward=reward)
 

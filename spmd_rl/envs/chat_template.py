@@ -5,8 +5,8 @@ appear), so a history is never rendered again. What follows a reply is cut out o
 render it with the new messages behind the assistant's turn; everything from the token that ends that turn on is what
 is to be appended. Without a template, ChatML is written by hand.
 
-A template that inserts contents as they are is asked once for each order of roles; the texts around the contents are
-kept. Else it is asked each time.
+A template that inserts contents as they are, or trimmed, is asked once for each order of roles; the texts around the
+contents are kept. Else it is asked each time.
 
 Contents can't forge a turn: names of control tokens and of tool markup in them get a space behind the first
 character. It refuses to know about policies and episodes. Invariants: `first` and `behind_reply` depend on their
@@ -19,6 +19,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -33,8 +34,8 @@ Render = Callable[[list[Message], list[Tool]], str]
 
 FRAMES = 256  # orders of roles (with system texts and tools) that are kept; others are rendered each time
 ASKED, SAID = "0a1b2c-asked", "0a1b2c-said"  # stand-ins for what was said before: no template changes them
-# A template that trims, escapes or capitalises changes it.
-_CONTENT = "\n \t0a1b2c \"'\\ &<{{%}}> é ß\u00a0\u2028 content {} of it \t \n"
+# A template that trims, escapes, capitalises or obeys its users changes it, or what stands around it.
+_CONTENT = "\n \t0a1b2c \"'\\ &<{{%}}> é ß\u00a0\u2028 {} /think /no_think \t \n"
 _WAY_OUT = "set model.tokenizer to a folder whose chat_template renders plain turns, each with an end token, as ChatML"
 # The day that a template may print: a run that is taken up again must say what it said before.
 _SOME_DAY = (
@@ -62,7 +63,7 @@ class ChatTemplate:
         takes = inspect.signature(tokenizer.encode).parameters
         self._plainly = {"add_special_tokens": False} if "add_special_tokens" in takes else {}
         self._by_hand = not getattr(tokenizer, "chat_template", None)
-        self._frames: dict[Hashable, list[str]] = {}  # empty: not to be had
+        self._frames: dict[Hashable, _Frame | None] = {}  # None: not to be had
         control, markup = _names(tokenizer)
         self.end = self._find_end(control)
         self._control, self._any = _finder({*control, self.end}), _finder({*control, *markup, self.end})
@@ -114,14 +115,14 @@ class ChatTemplate:
 
     def _text(self, messages: list[Message], tools: list[Tool], render: Render) -> str:
         # What a template may look into is part of the key: a system prompt's switches, an empty content.
-        free = [bool(m["content"]) and m["role"] != "system" for m in messages]
+        free = [m["role"] != "system" and bool(m["content"]) and not m["content"].isspace() for m in messages]
         order = [(m["role"], m.get("name"), f or m["content"]) for m, f in zip(messages, free, strict=True)]
         key = (render.__name__, json.dumps(tools) if tools else "", *order)
         frame = self._frames.get(key)
         if frame:
-            return _filled(frame, [m["content"] for m, f in zip(messages, free, strict=True) if f])
+            return frame.filled([m["content"] for m, f in zip(messages, free, strict=True) if f])
         text = render(messages, tools)
-        if frame is None and len(self._frames) < FRAMES:
+        if key not in self._frames and len(self._frames) < FRAMES:
             self._frames[key] = _frame(messages, free, lambda asked: render(asked, tools), text)
         return text
 
@@ -208,35 +209,51 @@ def _names(tokenizer: Any) -> tuple[set[str], set[str]]:
     control.update(getattr(tokenizer, "all_special_tokens", []))
     control -= {*MARKUP_TOKENS}  # some tokenizers count them among the special ones
     # A token of white space or of one character is no markup, and has no place for a space.
-    return tuple({n for n in names if len(n) > 1 and not n.isspace()} for names in (control, markup))
+    one, other = ({n for n in names if len(n) > 1 and not n.isspace()} for names in (control, markup))
+    return one, other
 
 
-def _frame(messages: list[Message], free: list[bool], render: Callable[[list[Message]], str], text: str) -> list[str]:
-    """The texts around the contents that are free; none for a template that does not insert them as they are.
+@dataclass(frozen=True)
+class _Frame:
+    """What a template writes around contents, in one order of roles."""
 
-    `text`: the messages as the template renders them.
+    parts: list[str]  # one more than contents
+    trims: bool  # whether white space around contents is left out
+
+    def filled(self, contents: list[str]) -> str:
+        """The text with these contents."""
+        texts = [""] * (2 * len(self.parts) - 1)
+        texts[::2], texts[1::2] = self.parts, [text.strip() for text in contents] if self.trims else contents
+        return "".join(texts)
+
+
+def _frame(
+    messages: list[Message], free: list[bool], render: Callable[[list[Message]], str], text: str
+) -> _Frame | None:
+    """The frame around the contents that are free; None for a template that does more than to trim them.
+
+    `text`: the messages as the template renders them. TemplateError for one that leaves a content out.
     """
-    asked, stand_ins, contents = [], [], []
-    for message, is_free in zip(messages, free, strict=True):
-        if is_free:
-            stand_ins.append(_CONTENT.format(len(stand_ins)))
-            contents.append(message["content"])
-            message = {**message, "content": stand_ins[-1]}
-        asked.append(message)
-    rest, frame = render(asked), []
-    for stand_in in stand_ins:
-        before, found, rest = rest.partition(stand_in)
-        if not found:
-            return []
-        frame.append(before)
-    frame.append(rest)
-    return frame if _filled(frame, contents) == text else []
-
-
-def _filled(frame: list[str], contents: list[str]) -> str:
-    parts = [""] * (2 * len(frame) - 1)
-    parts[::2], parts[1::2] = frame, contents
-    return "".join(parts)
+    marks = [f"content {number} of it" for number in range(len(messages))]
+    stand_ins = [_CONTENT.format(mark) for mark in marks]
+    shown = render([{**m, "content": stand_in} for m, stand_in in zip(messages, stand_ins, strict=True)])
+    for message, mark in zip(messages, marks, strict=True):
+        if mark not in shown:
+            raise TemplateError(
+                f"the chat template leaves out what stands in a message of the role {message['role']}: say it in "
+                "another one (user, for what a tool answered), or use a tokenizer whose template shows it"
+            )
+    asked = [{**m, "content": s if f else m["content"]} for m, s, f in zip(messages, stand_ins, free, strict=True)]
+    contents = [m["content"] for m, f in zip(messages, free, strict=True) if f]
+    for trims in (False, True):
+        rest, parts = render(asked), []
+        for stand_in in (s for s, f in zip(stand_ins, free, strict=True) if f):
+            before, _, rest = rest.partition(stand_in.strip() if trims else stand_in)
+            parts.append(before)
+        frame = _Frame([*parts, rest], trims)
+        if frame.filled(contents) == text:
+            return frame
+    return None
 
 
 def _finder(names: Iterable[str]) -> re.Pattern[str]:

@@ -65,7 +65,8 @@ class Demonstrator:
     def _hear(self, tokens: np.ndarray) -> list[str]:
         """What was heard in the history that the prompt goes on with, and what is new in it."""
         going_on = [h for h in self._histories if np.array_equal(h[0], tokens[: len(h[0])])]
-        known = max(going_on, key=lambda history: len(history[0]), default=(np.empty(0, np.int32), []))
+        new: tuple[np.ndarray, list[str]] = (np.empty(0, np.int32), [])
+        known = max(going_on, key=lambda history: len(history[0]), default=new)
         self._histories = [h for h in self._histories if h is not known]
         return [*known[1], self._tokenizer.decode(tokens[len(known[0]) :].tolist())]
 

@@ -76,7 +76,7 @@ class Tools:
         self._tools: dict[str, _Tool] = {}
         for function in _functions(source):
             is_method = inspect.ismethod(function)
-            declared = _declared(function.__func__ if is_method else function, is_method)
+            declared = _declared(getattr(function, "__func__", function), is_method)
             if declared.name in self._tools:
                 raise TypeError(f"two tools have the name {declared.name!r}: rename one")
             blocks = deadline_s > 0 and not inspect.iscoroutinefunction(function)
@@ -154,13 +154,14 @@ def _declared(function: Callable[..., Any], is_method: bool) -> _Declared:
     name = getattr(function, "__name__", "")
     if not name.isidentifier():
         raise TypeError(f"{function!r} has no name to be called by: write it with def")
-    if not (function.__doc__ or "").strip():
+    documentation = inspect.cleandoc(function.__doc__ or "")
+    if not documentation:
         raise TypeError(f"tool {name} has no docstring: write one, the model reads it")
     try:
         signature, hints = inspect.signature(function), typing.get_type_hints(function)
     except Exception as error:  # what an annotation raises, or a builtin without a signature
         raise TypeError(f"tool {name}: its signature can't be read: {error}") from error
-    description, said = _documentation(inspect.cleandoc(function.__doc__))
+    description, said = _documentation(documentation)
     types, properties, required = {}, {}, []
     for parameter in list(signature.parameters.values())[is_method:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

@@ -61,6 +61,7 @@ MALFORMED = {
     "half": ('{"name": "add", "arguments": {', "no JSON (Expecting property name"),
     "an open string": ('{"name": "add', "no JSON (Unterminated string"),
     "two objects": ('{"name": "a"} {"name": "b"}', "something stands behind its JSON object"),
+    "more behind tags": ('{"name": "a</tool_call>"} more', "something stands behind its JSON object"),
     "a list": ('[{"name": "add"}]', "its content is an array, not an object"),
     "null": ("null", "its content is null"),
     "a number": ("1", "its content is a number"),
