@@ -94,9 +94,13 @@ def _changed(source: SourceConfig, key: Field[Any]) -> bool:
 
 def _groups(here: str, source: SourceConfig, c: Config) -> Iterator[str]:
     """What a source may have of its own."""
-    for name in ("group_size", "temperature", "max_tokens", "rollout_s"):
+    for name in ("group_size", "temperature", "max_tokens", "rollout_s", "workers", "memory_mb"):
         if getattr(source, name) < 0:
-            yield f"{here}.{name} = {getattr(source, name)}: must be 0 (the run's own) or more"
+            yield f"{here}.{name} = {getattr(source, name)}: must be 0 or more"
+    if not source.hang_s > 0:
+        yield f"{here}.hang_s = {source.hang_s}: must be greater than 0"
+    if source.memory_mb and not source.workers:
+        yield f"{here}.memory_mb = {source.memory_mb} bounds worker processes, and workers = 0: set workers too"
     if source.max_tokens >= c.seq_len:
         yield (
             f"{here}.max_tokens = {source.max_tokens} leaves no room for a prompt in seq_len = {c.seq_len}: lower the "

@@ -42,6 +42,9 @@ class SourceConfig:
     group_size: int = 0  # rollouts per task; 0 = orchestrator.group_size
     temperature: float = 0.0  # of training; 0 = orchestrator.sampling.temperature
     max_tokens: int = 0  # new tokens per generation at most; 0 = orchestrator.sampling.max_tokens
+    workers: int = 0  # processes in which its rollouts run; 0 = in rank 0's, beside everything else
+    memory_mb: int = 0  # MiB that one of them may allocate; 0 = no limit
+    hang_s: float = 10.0  # one of them without a sign of life for so long is ended and replaced
     rollout_s: float = 0.0  # deadline of one rollout; 0 = deadlines.env_s
     algorithm: str = ""  # whose advantages its groups get; empty: orchestrator.algorithm
     curriculum: Literal["cyclic", "difficulty_pool"] = "cyclic"  # which task comes next

@@ -3,7 +3,7 @@
 A reward is a built-in (`graders.py`) or a user's function, found by import path, sync or async. It gets what it names
 among `completion` (text before the end token), `tokens` (ids, the end token included), `row` (the dataset's) and
 `prompt` (text), and returns a number, or a dict of named numbers that are weighted and added, or raises. It runs beside
-the event loop (`threads.py`, `workers.py`), and never longer than its deadline.
+the event loop (`threads.py`, `pool/`), and never longer than its deadline.
 
 Invariants: an exception, a deadline, a NaN or a strange type is never a zero; a reward that hangs holds up nobody.
 """
@@ -14,7 +14,8 @@ import difflib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,9 @@ from spmd_rl.config.imports import load_object
 from spmd_rl.config.tree import SourceConfig
 from spmd_rl.envs.deadline import TooSlow
 from spmd_rl.envs.graders import GRADERS
+from spmd_rl.envs.pool.errors import PoolError, Raised
+from spmd_rl.envs.pool.pool import Pool
 from spmd_rl.envs.threads import Threads
-from spmd_rl.envs.workers import Workers
 from spmd_rl.rollouts.types import Reward, RewardError
 
 GIVEN = ("completion", "tokens", "row", "prompt")
@@ -42,8 +44,7 @@ class RewardFunction:
         self.name, self._deadline_s, self._weights = source.reward, source.reward_s, dict(source.weights)
         self.function: Callable[..., Any] = _find(source)
         self._takes = _takes(self.name, self.function)
-        in_process = getattr(self.function, "in_process", False)
-        self._beside = Workers(self.function, source.reward_workers) if in_process else Threads(self.function)
+        self._beside = _beside(source, self.function)
 
     async def __call__(self, **given: Any) -> Reward | RewardError:
         """The reward of one completion; `given` holds all of GIVEN."""
@@ -58,7 +59,10 @@ class RewardFunction:
             return str(error)
         if isinstance(error, TooSlow):
             return f"the reward {self.name} took longer than reward_s = {self._deadline_s:g} s"
-        return f"the reward {self.name} raised {type(error).__name__}: {error}"
+        if isinstance(error, PoolError) and not isinstance(error, Raised):
+            return f"the reward {self.name} came to no result: {error}"
+        raised = str(error) if isinstance(error, Raised) else f"{type(error).__name__}: {error}"
+        return f"the reward {self.name} raised {raised}"
 
     def as_reward(self, result: Any) -> Reward:
         """What a function returned. Raises BadReward for what is no reward."""
@@ -93,7 +97,15 @@ class RewardFunction:
 
     async def call(self, given: dict[str, Any]) -> Any:
         """What the function returns, or raises."""
-        return await self._beside.call({name: given[name] for name in self._takes}, self._deadline_s)
+        return await self._beside({name: given[name] for name in self._takes}, self._deadline_s)
+
+
+def _beside(source: SourceConfig, function: Callable[..., Any]) -> Callable[[dict[str, Any], float], Awaitable[Any]]:
+    """Calls the function with a deadline, in a thread, or in processes where it asks for that (`in_process`)."""
+    if not getattr(function, "in_process", False):
+        return Threads(function).call
+    pool = Pool(workers=0, call_workers=source.reward_workers, name=f"reward {source.reward}")
+    return partial(pool.call, source.reward if ":" in source.reward else function)
 
 
 def _find(source: SourceConfig) -> Callable[..., Any]:

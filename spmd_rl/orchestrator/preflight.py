@@ -14,14 +14,19 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.algorithms import resolve
-from spmd_rl.config.tree import Config
+from spmd_rl.config.tree import Config, SourceConfig
 from spmd_rl.envs.load import load as load_env
+from spmd_rl.envs.pool.environment import PooledEnvironment
+from spmd_rl.envs.pool.errors import PoolError
+from spmd_rl.envs.pool.pool import Pool
+from spmd_rl.envs.pool.spec import EnvironmentSpec
 from spmd_rl.envs.protocol import Environment
 from spmd_rl.models.hf_config import read_config
 from spmd_rl.models.hf_config import resolve as resolve_folder
 from spmd_rl.orchestrator.lessons import can_teach
 
 REWARDS_TRIED = 4  # tasks per source
+BEHIND_S = 5.0  # a worker's own deadline comes so much later than that of rank 0, which cancels first
 LOOKED_AT = 32  # tasks per source whose prompts are measured
 MIN_FREE_BYTES = 64 * 2**20
 
@@ -95,8 +100,8 @@ def load_environments(config: Config, tokenizer: Any) -> list[Environment]:
     for number, source in enumerate(config.orchestrator.source):
         label = f"orchestrator.source[{number}] ({source.env or source.data})"
         try:
-            env = load_env(source, tokenizer, config.seed)
-        except (ValueError, TypeError, ImportError) as error:
+            env = _load(source, tokenizer, config)
+        except (ValueError, TypeError, ImportError, PoolError) as error:
             raise PreflightError(f"{label}: {error}") from error
         _check_prompts(env, label, config)
         _check_reward(env, label)
@@ -112,6 +117,18 @@ def load_environments(config: Config, tokenizer: Any) -> list[Environment]:
             )
         envs.append(env)
     return envs
+
+
+def _load(source: SourceConfig, tokenizer: Any, config: Config) -> Environment:
+    """The source's environment, in processes of its own where it wants them."""
+    if not source.workers:
+        return load_env(source, tokenizer, config.seed)
+    pool = Pool(
+        source.workers, call_workers=0, memory_mb=source.memory_mb, hang_s=source.hang_s, name=source.env or source.data
+    )
+    rollout_s = source.rollout_s or config.deadlines.env_s
+    spec = EnvironmentSpec(source, tokenizer, config.seed)
+    return PooledEnvironment(spec, pool, deadline_s=rollout_s + BEHIND_S, method_s=config.deadlines.start_s)
 
 
 def _check_prompts(env: Environment, label: str, config: Config) -> None:

@@ -30,13 +30,20 @@ class Report:
 
     Args:
         decode: token ids → text, for people.
+        vitals: how rank 0 is doing, as metrics.
     """
 
     def __init__(
-        self, config: Config, link: Link, metrics: Metrics, progress: Progress, decode: Callable[[list[int]], str]
+        self,
+        config: Config,
+        link: Link,
+        metrics: Metrics,
+        progress: Progress,
+        decode: Callable[[list[int]], str],
+        vitals: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self._config, self._link, self._metrics, self._progress = config, link, metrics, progress
-        self._decode = decode
+        self._decode, self._vitals = decode, vitals
         self._folder = Path(config.output_dir)
         self._at, self._tokens, self._busy_s, self._cpu_s = time.monotonic(), 0, 0.0, {}
         self.evaluations: list[dict[str, Any]] = []
@@ -94,6 +101,7 @@ class Report:
             "perf/trainer_tokens_per_s": tokens / trained.metrics["time/train_s"],
             **self._engine_figures(step_s),
             **self._cpu_figures(),
+            **self._vitals(),
         }
         self._log(record)
         self._warn_mismatch(step, pull)

@@ -31,9 +31,11 @@ from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.sampler import Services
 from spmd_rl.orchestrator.signals import stop_signals
+from spmd_rl.orchestrator.sources import make_sources
 from spmd_rl.orchestrator.stall import watch_progress
 from spmd_rl.orchestrator.steering import Steering
 from spmd_rl.orchestrator.versions import Versions, probe_set
+from spmd_rl.orchestrator.vitals import Vitals
 from spmd_rl.world.journal import Journal
 
 if TYPE_CHECKING:
@@ -110,7 +112,8 @@ async def _orchestrate(
     if link.frozen:
         router = router_for(config, link.frozen)
         teacher = Services(config, link, router, rollouts, stops, gate, first_replica=link.replicas)
-    report = Report(config, link, metrics, progress, parts.tokenizer.decode)
+    vitals = Vitals(make_sources(config, parts.envs))
+    report = Report(config, link, metrics, progress, parts.tokenizer.decode, vitals.metrics)
     loop = loop_type(
         config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
         journal, lockstep, steering, parts.past, watchdog.span, parts.tokenizer,

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.config.tree import Config
+from spmd_rl.envs.pool.errors import Raised
 from spmd_rl.envs.protocol import Environment, Policy
 from spmd_rl.rollouts.types import Episode, Reward, RewardError, Sample, Status, Task
 
@@ -97,7 +98,8 @@ class Rollouts:
 
 
 def _failed(task: Task, error: BaseException) -> Episode:
-    why = RewardError("".join(traceback.format_exception(error)), type(error).__name__)
+    kind = error.kind if isinstance(error, Raised) else type(error).__name__
+    why = RewardError("".join(traceback.format_exception(error)), kind)
     return Episode(task, (), why, status="failed")
 
 

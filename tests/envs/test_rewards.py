@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +18,6 @@ from spmd_rl.config.tree import SourceConfig
 from spmd_rl.envs.deadline import TooSlow
 from spmd_rl.envs.rewards import RewardFunction
 from spmd_rl.envs.threads import Threads
-from spmd_rl.envs.workers import Workers
 from spmd_rl.rollouts.types import Reward, RewardError
 
 ROW = {"answer": "42", "schema": '{"type": "object", "required": ["a"]}'}
@@ -227,19 +228,40 @@ def test_a_row_without_the_answer_is_an_error(make):
     assert "KeyError: 'answer'" in call(make("exact", answer="answer"), row={}).why
 
 
-def test_a_call_that_hangs_in_a_process_ends_with_its_pool_which_is_replaced():
-    async def main():
-        workers = Workers(_sleep_or_add, processes=1)
-        with pytest.raises(TooSlow):
-            await workers.call({"seconds": 60, "a": 0}, 3.0)
-        return await workers.call({"seconds": 0, "a": 1}, 60.0)
+@pytest.fixture
+def beside(make, tmp_path):
+    """Rewards of a file that run in processes of their own."""
+    functions = "\n".join(
+        [
+            "import os, threading, time",
+            "def where(): return {'main': threading.current_thread() is threading.main_thread(), 'pid': os.getpid()}",
+            "def moody(completion): return time.sleep(3600) if completion == 'hang' else 1",
+            "def dies(completion): os._exit(7)",
+            "def wrong(): raise KeyError('solution')",
+            "for function in (where, moody, dies, wrong): function.in_process = True",
+        ]
+    )
+    (tmp_path / "own.py").write_text(OWN + functions)
+    return make
 
-    assert asyncio.run(main()) == 2
+
+def test_a_reward_in_a_process_has_a_main_thread(beside):
+    parts = call(beside("where", reward_workers=1)).parts
+    assert parts["main"] == 1.0 and parts["pid"] != os.getpid()
 
 
-def _sleep_or_add(seconds: float, a: int) -> int:
-    time.sleep(seconds)
-    return a + 1
+def test_a_call_that_hangs_in_a_process_ends_with_it_and_the_next_one_gets_another(beside):
+    function = beside("moody", reward_s=5.0, reward_workers=1)
+    assert "longer than reward_s = 5 s" in call(function, "hang").why
+    assert call(function, "fine") == Reward(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("dies", "came to no result: .* with code 7"), ("wrong", r"wrong raised KeyError: 'solution'$")],
+)
+def test_what_goes_wrong_in_a_process_is_said(beside, name, message):
+    assert re.search(message, call(beside(name, reward_workers=1)).why)
 
 
 def test_numpy_numbers_are_numbers(make):

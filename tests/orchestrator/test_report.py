@@ -171,7 +171,10 @@ def test_written_rollouts_show_the_advantages_that_were_trained_on(reported) -> 
     _, _, made = reported(config, [FakeEnvironment(act=fails_once)], trainers=1)
     for step in (1, 2):
         rows = rollouts_of(made, f"rollouts/step_{step:06d}.jsonl")
-        assert len(rows) == (7 if step == 1 else 8)
+        assert len(rows) == 8
+        failed = [row for row in rows if row["reward"] is None]
+        assert [row["status"] for row in failed] == (["failed"] if step == 1 else [])
+        rows = [row for row in rows if row["reward"] is not None]
         for task in {row["task"] for row in rows}:
             rewards = [row["reward"] for row in rows if row["task"] == task]
             advantages = [row["advantage"] for row in rows if row["task"] == task]

@@ -1,0 +1,421 @@
+"""How many processes a bwrap box may have, in each way a machine offers; what is left when we are killed; cgroups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.envs.sandbox import Limits, Result, SandboxError, cgroup, open_sandbox, way
+from spmd_rl.envs.sandbox.bwrap import BwrapBox
+from spmd_rl.envs.sandbox.cgroup import PREFIX, find_parent, make_cgroup
+from spmd_rl.envs.sandbox.seccomp import filter_program
+from spmd_rl.envs.sandbox.way import Way, find_way
+
+ROOT = Path(__file__).parents[2]
+FORKS = """
+import os, time
+count = 0
+try:
+    while count < 200:
+        if os.fork() == 0:
+            time.sleep(100)
+        count += 1
+except OSError as error:
+    print(error.errno, end=" ")
+print(count)
+"""
+BOMB = "f() { f | f & }; f; sleep 100"
+
+
+def ways() -> dict[str, Way]:
+    """All the ways of this machine: root has two, and each may do without the other."""
+    best = find_way()
+    found = {"the best": best}
+    if best.privileged and best.uid is not None:
+        found["a user of its own"] = replace(best, cgroups=None)
+        if best.cgroups is not None:
+            found["a cgroup alone"] = replace(best, uid=None)
+    return found
+
+
+def in_box(best: Way, *commands, timeout_s: float = 60.0, **limits) -> list[Result]:
+    async def inside() -> list[Result]:
+        box = BwrapBox(Limits(**limits), best)
+        try:
+            await box.open()
+            await box.write("forks.py", FORKS)
+            return [await box.exec(command, timeout_s=timeout_s) for command in commands]
+        finally:
+            await box.close()
+
+    return asyncio.run(inside())
+
+
+@pytest.mark.parametrize("best", ways().values(), ids=ways())
+def test_forks_come_to_an_end(best: Way):
+    forks, again = in_box(best, ["python", "forks.py"], ["python", "forks.py"], processes=20)
+    for result in (forks, again):  # what the first one left is gone
+        error, count = map(int, result.stdout.split())
+        assert error == 11 and 15 <= count <= 21  # itself counts, too
+
+
+@pytest.mark.parametrize("best", ways().values(), ids=ways())
+def test_a_fork_bomb_is_cleared_away(best: Way):
+    before = processes()
+    bomb, after = in_box(best, BOMB, "echo well", timeout_s=2, processes=40)
+    assert bomb.timed_out and (after.code, after.stdout) == (0, "well\n")
+    assert not [pid for pid in processes() - before if "f | f" in command_line(pid)]
+
+
+@pytest.mark.parametrize("best", ways().values(), ids=ways())
+def test_files_belong_to_the_box(best: Way):
+    (result,) = in_box(best, "stat -c '%U %a' forks.py . && echo >> forks.py && touch new && rm forks.py")
+    assert (result.code, result.stdout) == (0, "box 644\nbox 755\n")
+
+
+def test_a_box_has_a_user_of_its_own_where_root_can_give_it_one():
+    async def inside() -> set[int]:
+        async with open_sandbox("bwrap") as box:
+            running = asyncio.create_task(box.exec("sleep 1000"))
+            while not (sleeping := [pid for pid in family(os.getpid()) if command_line(pid).startswith("sleep")]):
+                await asyncio.sleep(0.01)
+            users = {Path(f"/proc/{pid}").stat().st_uid for pid in sleeping}
+            running.cancel()
+            await asyncio.wait([running])
+            return users
+
+    first, second = asyncio.run(inside()), asyncio.run(inside())
+    if find_way().uid is None:
+        assert first == second == {os.geteuid()}
+    else:
+        assert len(first | second) == 2 and min(first | second) >= 20_000
+
+
+# As a user that is not root, whoever runs the tests.
+
+AS_A_USER = """
+import asyncio, json, sys
+from spmd_rl.envs.sandbox import Limits, open_sandbox
+from spmd_rl.envs.sandbox.way import find_way
+forks = sys.stdin.read()
+async def main():
+    assert find_way().uid is None and not find_way().privileged
+    async with open_sandbox("bwrap", files={"forks.py": forks}, limits=Limits(processes=20, folder_mb=2)) as box:
+        for command in ("python forks.py", "id -u; ls -A /tmp; stat -c %U forks.py", "head -c 3M /dev/zero > x"):
+            result = await box.exec(command)
+            print(json.dumps([result.code, result.stdout, result.stderr]))
+        print(json.dumps((await box.read("forks.py")).decode() == forks))
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def for_anybody() -> Iterator[Path]:
+    """The sandbox's source where any user can read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder, "spmd_rl", "envs")
+        no_caches = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "spmd_rl/envs/sandbox", package / "sandbox", ignore=no_caches)
+        (package / "__init__.py").touch()
+        (package.parent / "__init__.py").touch()
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755)
+        yield Path(folder)
+
+
+def test_without_root(for_anybody: Path):
+    drop = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.geteuid() == 0 else []
+    pythons = (sys.executable, "/usr/bin/python3")  # root's own may be out of reach for others
+    python = next(python for python in pythons if not subprocess.run([*drop, python, "-c", ""]).returncode)
+    done = subprocess.run(
+        [*drop, python, "-c", AS_A_USER],
+        input=FORKS,
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env={"PYTHONPATH": str(for_anybody), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    forks, seen, full, same = map(json.loads, done.stdout.splitlines())
+    error, count = map(int, forks[1].split())
+    assert error == 11 and 15 <= count <= 20
+    assert seen == [0, "1000\nbox\n", ""]
+    assert full[0] == 1 and "No space left" in full[2]
+    assert same is True
+
+
+# When this process is killed, or a part of the sandbox is.
+
+KILLED = """
+import asyncio
+from spmd_rl.envs.sandbox import open_sandbox
+async def main():
+    async with open_sandbox("bwrap") as box:
+        print("open", flush=True)
+        await box.exec("setsid sleep 1000 & sleep 1000")
+asyncio.run(main())
+"""
+
+
+def processes() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
+
+
+def command_line(pid: int) -> str:
+    """Empty for a process that has ended, also where nobody has taken notice."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def family(pid: int) -> set[int]:
+    """A process and its descendants."""
+    found, queue = set(), [pid]
+    while queue:
+        found.add(pid := queue.pop())
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            queue += map(int, children.read_text().split())
+    return found
+
+
+def wait_for(condition) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within 30 s")
+
+
+def test_nothing_runs_on_when_we_are_killed():
+    program = subprocess.Popen([sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE)
+    assert program.stdout.readline() == b"open\n"
+    wait_for(lambda: sum(command_line(pid).startswith("sleep") for pid in family(program.pid)) >= 2)
+    its = family(program.pid) - {program.pid}
+    assert any("cat" in command_line(pid) for pid in its)  # the keeper
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stdout.close()
+    wait_for(lambda: not any(command_line(pid) for pid in its))
+    remove_groups(program.pid)
+
+
+def remove_groups(pid: int) -> None:
+    """What the next box would sweep away some time later."""
+    parent = find_way().cgroups
+    for left in [] if parent is None else parent.glob(f"{PREFIX}{pid}-*"):
+        left.rmdir()  # only an empty one can be removed
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03])
+def test_nothing_runs_on_when_we_are_killed_early(delay_s: float):
+    """bwrap and its child each take a moment until they are tied to us."""
+    program = subprocess.Popen([sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE)
+    assert program.stdout.readline() == b"open\n"
+    time.sleep(delay_s)
+    its = family(program.pid) - {program.pid}
+    program.send_signal(signal.SIGSTOP)
+    its |= family(program.pid) - {program.pid}
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stdout.close()
+    wait_for(lambda: not any(command_line(pid) for pid in its))
+    remove_groups(program.pid)
+
+
+@contextmanager
+def fake(name: str, script: str) -> Iterator[None]:
+    """Put a program first on PATH, for any user."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        program = Path(folder, name)
+        program.write_text(f"#!/bin/sh\n{script}\n")
+        for path in (program.parent, program):
+            path.chmod(0o755)
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        yield
+
+
+async def use() -> Result:
+    async with open_sandbox("bwrap") as box:
+        return await box.exec("true")
+
+
+def test_a_sandbox_that_fails_is_no_result():
+    broken = "cannot be: no permission"
+    for name, way_out in {"bwrap": "", "unshare": ".*SYS_ADMIN", "nsenter": "", "mount": ".*SYS_ADMIN"}.items():
+        with fake(name, f"echo '{broken}' >&2; exit 1"), pytest.raises(SandboxError, match=f"{broken}{way_out}"):
+            asyncio.run(use())
+
+
+def test_bwrap_killed_from_outside_is_no_result():
+    async def inside() -> None:
+        async with open_sandbox("bwrap") as box:
+            running = asyncio.create_task(box.exec("sleep 1000"))
+            while not any(command_line(pid).startswith("sleep") for pid in family(os.getpid())):
+                await asyncio.sleep(0.01)
+            (outer,) = [pid for pid in family(os.getpid()) if command_line(pid).startswith("bwrap")]
+            os.kill(outer, signal.SIGKILL)
+            with pytest.raises(SandboxError):
+                await running
+            assert (await box.exec("echo well")).stdout == "well\n"
+
+    asyncio.run(inside())
+
+
+def test_another_python(tmp_path: Path):
+    """Any folder will do, also one that only its owner may enter."""
+    prefix = tmp_path / "python"
+    (prefix / "bin").mkdir(parents=True)
+    program = prefix / "bin" / f"python{sys.version_info.major}.{sys.version_info.minor}"
+    program.write_text("#!/bin/sh\necho from $0\n")
+    program.chmod(0o755)
+
+    async def inside() -> Result:
+        box = BwrapBox(Limits(), prefix=str(prefix))
+        try:
+            await box.open()
+            return await box.exec("python; python3")
+        finally:
+            await box.close()
+
+    result = asyncio.run(inside())
+    assert (result.code, result.stdout) == (0, "from /opt/bin/python\nfrom /opt/bin/python3\n")
+    program.chmod(0o700)
+    with pytest.raises(SandboxError, match="chmod -R o"):
+        asyncio.run(inside())
+    program.unlink()
+    with pytest.raises(SandboxError, match="finds no python"):
+        asyncio.run(inside())
+
+
+# Cgroups, on trees of files.
+
+
+def proc(folder: Path, groups: str, mounts: list[str]) -> Path:
+    (folder / "proc").mkdir()
+    (folder / "proc/cgroup").write_text(groups)
+    (folder / "proc/mountinfo").write_text("\n".join(["1 0 8:1 / / rw - ext4 /dev/x rw", *mounts]))
+    return folder / "proc"
+
+
+def group(folder: Path, controllers: str | None = None) -> Path:
+    folder.mkdir(parents=True)
+    if controllers is not None:
+        (folder / "cgroup.subtree_control").write_text(controllers)
+    return folder
+
+
+def test_the_parent_on_v1(tmp_path: Path):
+    mount = f"40 31 0:36 /docker/abc {tmp_path}/pids rw - cgroup cgroup rw,pids"
+    other = f"41 31 0:37 /docker/abc {tmp_path}/memory rw - cgroup cgroup rw,memory"
+    group(tmp_path / "pids/job")
+    files = proc(tmp_path, "8:pids:/docker/abc/job\n4:memory:/docker/abc\n0::/\n", [other, mount])
+    assert find_parent(files) == tmp_path / "pids/job"
+
+
+def test_the_parent_on_v2(tmp_path: Path):
+    group(tmp_path / "cg", "cpu pids")
+    group(tmp_path / "cg/user", "cpu memory pids")
+    group(tmp_path / "cg/user/job", "")
+    files = proc(tmp_path, "0::/user/job\n", [f"40 31 0:36 / {tmp_path}/cg rw - cgroup2 cgroup2 rw"])
+    assert find_parent(files) == tmp_path / "cg/user"
+    (tmp_path / "cg/user/cgroup.subtree_control").write_text("cpu\n")
+    assert find_parent(files) == tmp_path / "cg"
+    (tmp_path / "cg/cgroup.subtree_control").write_text("")
+    (tmp_path / "cgroup.subtree_control").write_text("pids")  # above the mount is no group
+    assert find_parent(files) is None
+
+
+def test_no_parent(tmp_path: Path):
+    assert find_parent(proc(tmp_path, "0::/\n", [])) is None
+
+
+def test_a_group_limits_processes_and_memory(tmp_path: Path, monkeypatch):
+    made = make_cgroup(Limits(processes=10), tmp_path)
+    assert (made.path / "pids.max").read_text() == "14" and not (made.path / "memory.max").exists()
+    assert made.path.name.startswith(f"{PREFIX}{os.getpid()}-")
+
+    def mkdir(path: Path) -> None:  # as cgroup v2 does
+        os.mkdir(path)
+        (path / "memory.max").touch()
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    made = make_cgroup(Limits(memory_mb=100, folder_mb=20), tmp_path)
+    assert (made.path / "memory.max").read_text() == str(120 * 2**20)
+
+
+def test_groups_of_the_dead_are_swept(tmp_path: Path, monkeypatch):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    kept = [tmp_path / f"{PREFIX}{os.getpid()}-old", tmp_path / f"{PREFIX}{os.getppid()}-x", tmp_path / "other"]
+    full, gone = tmp_path / f"{PREFIX}{ended.pid}-full", tmp_path / f"{PREFIX}{ended.pid}-gone"
+    for folder in (*kept, full, gone):
+        folder.mkdir()
+    (full / "pid").touch()
+    make_cgroup(Limits(), tmp_path)
+    assert gone.exists()  # too new: it may be another container's
+    monkeypatch.setattr(cgroup, "NEW_S", 0.0)
+    make_cgroup(Limits(), tmp_path)
+    assert not gone.exists() and full.exists() and all(path.exists() for path in kept)
+
+
+def test_a_group_that_holds_on_is_told(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(cgroup, "ATTEMPTS", 2)
+    made = make_cgroup(Limits(), tmp_path)  # its files can't be removed with it, as those of a real one can
+    with pytest.raises(SandboxError, match="still holds"):
+        asyncio.run(made.remove())
+
+
+def test_no_group_is_left():
+    parent = find_way().cgroups
+    if parent is not None:
+        asyncio.run(use())
+        assert not [name for name in os.listdir(parent) if name.startswith(f"{PREFIX}{os.getpid()}-")]
+
+
+# Which way.
+
+
+@pytest.mark.parametrize(
+    ("root", "namespaces", "parent", "kernel", "expected"),
+    [
+        (True, True, None, (4, 0), (True, True)),
+        (True, False, Path("/x"), (4, 0), (True, False)),
+        (True, False, None, (6, 0), "pids controller"),
+        (False, True, None, (5, 14), (False, False)),
+        (False, True, None, (5, 13), "counts them for the whole user"),
+        (False, True, Path("/x"), (5, 13), (False, False)),
+        (False, False, Path("/x"), (6, 0), "apparmor_restrict_unprivileged_userns = 0"),
+    ],
+)
+def test_the_way_is_the_strongest_or_none(monkeypatch, root, namespaces, parent, kernel, expected):
+    monkeypatch.setattr(way, "_may_mount", lambda: root)
+    monkeypatch.setattr(way, "_user_namespaces_for_all", lambda: namespaces)
+    monkeypatch.setattr(way, "_kernel", lambda: kernel)
+    monkeypatch.setattr(way, "find_parent", lambda: parent)
+    if isinstance(expected, str):
+        with pytest.raises(SandboxError, match=expected):
+            find_way()
+    else:
+        found = find_way()
+        assert (found.privileged, found.uid is not None) == expected and found.cgroups == parent
+
+
+def test_a_machine_without_a_filter():
+    assert len(filter_program("aarch64")) % 8 == 0 and filter_program("aarch64") != filter_program("x86_64")
+    with pytest.raises(SandboxError, match="no system call filter for riscv64"):
+        filter_program("riscv64")
