@@ -110,8 +110,7 @@ class Report:
         self._collapsed = collapse is not None
         if step == 1:
             self._show_first(batch)
-        if self._config.log.rollouts_per_step:
-            self._write_samples("step", step, batch.episodes)
+        self._write_samples("step", step, batch.episodes)
 
     def rolled_back(self, step: int, folder: str, dropped: int, pull: dict[str, float]) -> None:
         """Step `step` took the weights back to a checkpoint instead of training."""
@@ -198,5 +197,7 @@ class Report:
             )
 
     def _write_samples(self, kind: str, step: int, episodes: list[Episode]) -> None:
+        if not self._config.log.rollouts_per_step:
+            return
         folder = self._folder if kind == "step" else self._folder / "eval"
         write_samples(folder, step, episodes, self._decode, self._config.log.rollouts_per_step)
