@@ -24,6 +24,10 @@ PARTS = (
     "journal",
     "soak",
     "soak_real",
+    "envs",
+    "pool",
+    "sandbox",
+    "verifiers",
 )
 FILES = {"async": "overlap"}  # a word of Python is no name for a module
 

@@ -1,4 +1,5 @@
-"""From `SourceConfig` to an environment: a built-in name, `package.module:Class`, `file.py:Class`, or a dataset.
+"""From `SourceConfig` to an environment: a built-in name, `package.module:Class`, `file.py:Class`, another library's
+(`verifiers:taskset`), or a dataset.
 
 It refuses to know what environments do. Invariant: every error names the source and says what would work.
 """
@@ -12,12 +13,21 @@ from typing import Any
 
 from spmd_rl.config.imports import module_of_file, module_of_package
 from spmd_rl.config.tree import SourceConfig
+from spmd_rl.envs.adapters.verifiers import environment_class
 from spmd_rl.envs.dataset import Dataset
 from spmd_rl.envs.protocol import Environment, Tokenizer
 
 WHAT = "environment"
 BUILT_IN = {
     "reverse": "spmd_rl.envs.reverse:Reverse",
+    "copy": "spmd_rl.envs.builtin.copy:Copy",
+    "sort": "spmd_rl.envs.builtin.sort:Sort",
+    "arithmetic": "spmd_rl.envs.builtin.arithmetic:Arithmetic",
+    "count": "spmd_rl.envs.builtin.count:Count",
+    "guess": "spmd_rl.envs.builtin.guess:Guess",
+    "wordle": "spmd_rl.envs.builtin.wordle:Wordle",
+    "calculator": "spmd_rl.envs.builtin.calculator:Calculator",
+    "tictactoe": "spmd_rl.envs.builtin.tictactoe:TicTacToe",
 }
 
 
@@ -28,6 +38,9 @@ def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
     """
     if source.data:
         return Dataset(tokenizer, seed, source)
+    if source.env.startswith("verifiers:"):
+        taskset = source.env.removeprefix("verifiers:")
+        return _made(source, environment_class(taskset), tokenizer, seed, {"taskset": taskset, **source.args})
     target = BUILT_IN.get(source.env, source.env)
     if ":" not in target:
         near = difflib.get_close_matches(source.env, BUILT_IN, n=3, cutoff=0.4)
@@ -42,12 +55,15 @@ def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
         classes = [n for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__]
         has = ", ".join(classes) or "none"
         raise ValueError(f"environment {source.env!r}: {location} has no class {name!r}; its classes: {has}")
+    return _made(source, cls, tokenizer, seed, source.args)
+
+
+def _made(source: SourceConfig, cls: Any, tokenizer: Tokenizer, seed: int, args: dict[str, Any]) -> Environment:
     try:
-        inspect.signature(cls).bind(tokenizer, seed, **source.args)
+        inspect.signature(cls).bind(tokenizer, seed, **args)
     except TypeError as error:
         raise TypeError(f"environment {source.env!r}: {error}; args may hold {_takes(cls)}") from None
-    make: Any = cls  # nothing but use shows that it keeps to the protocol
-    environment: Environment = make(tokenizer, seed, **source.args)
+    environment: Environment = cls(tokenizer, seed, **args)  # nothing but use shows that it keeps to the protocol
     return environment
 
 

@@ -53,7 +53,7 @@ def test_by_file(tmp_path: Path) -> None:
     ("env", "args", "error", "message"),
     [
         ("revers", {}, ValueError, "did you mean 'reverse'"),
-        ("zzzzzz", {}, ValueError, "built in: reverse"),
+        ("zzzzzz", {}, ValueError, "built in: .*reverse"),
         ("no_such_package.mod:Class", {}, ImportError, "No module named 'no_such_package'"),
         ("no/such/file.py:Class", {}, ImportError, "does not exist"),
         ("spmd_rl.envs.reverse:Revers", {}, ValueError, "has no class 'Revers'; its classes: Reverse"),
