@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd_rl.config.tree import SamplingConfig
 from spmd_rl.envs.chat_template import Message, template_of
-from spmd_rl.envs.protocol import STATUS_OF, Generation, Policy, StopReason
+from spmd_rl.envs.protocol import STATUS_OF, Generation, Policy, PromptTooLong, StopReason
 from spmd_rl.envs.tool_calls import THINK, ToolCall, parse
 from spmd_rl.rollouts.types import Sample, Status
 
@@ -134,8 +134,8 @@ class Chat:
         sampling = self._sampling(self._policy.sampling, left)
         try:
             generation = await self._policy.generate(self._histories[-1].with_more(given), sampling)
-        except ValueError as error:
-            if not self._sampled or not _too_long(error):
+        except PromptTooLong:
+            if not self._sampled:
                 raise
             return self._no_room()
         return self._append(given, generation)
@@ -211,8 +211,3 @@ class Chat:
             temperatures[sampled] = self._temperature
         tokens = history.tokens[:count].copy()
         return Sample(tokens, mask, logprobs, versions, temperatures, agent=self._agent, reward=reward)
-
-
-def _too_long(error: ValueError) -> bool:
-    # The class lives with the policy, which stands on a floor above.
-    return any(cls.__name__ == "PromptTooLong" for cls in type(error).__mro__)

@@ -34,6 +34,7 @@ Render = Callable[[list[Message], list[Tool]], str]
 
 FRAMES = 256  # orders of roles (with system texts and tools) that are kept; others are rendered each time
 ASKED, SAID = "0a1b2c-asked", "0a1b2c-said"  # stand-ins for what was said before: no template changes them
+_SPOKEN = ({"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID})
 # A template that trims, escapes, capitalises or obeys its users changes it, or what stands around it.
 _CONTENT = "\n \t0a1b2c \"'\\ &<{{%}}> é ß\u00a0\u2028 {} /think /no_think \t \n"
 _WAY_OUT = "set model.tokenizer to a folder whose chat_template renders plain turns, each with an end token, as ChatML"
@@ -137,8 +138,7 @@ class ChatTemplate:
         return text
 
     def _render_behind(self, messages: list[Message], tools: list[Tool]) -> str:
-        spoken = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
-        return self._behind(self._render([*spoken, *messages], None, True))
+        return self._behind(self._render([*_SPOKEN, *messages], None, True))
 
     def _behind(self, text: str) -> str:
         """What stands behind the end of the turn in which the assistant said SAID."""
@@ -170,8 +170,7 @@ class ChatTemplate:
     def _find_end(self, control: set[str]) -> str:
         if self._by_hand:
             return getattr(self._tokenizer, "eos_token", None) or IM_END
-        spoken = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
-        _, said, behind = self._render(spoken, None, False).partition(SAID)
+        _, said, behind = self._render([*_SPOKEN], None, False).partition(SAID)
         ends = _finder(control).search(behind)
         if not said or not ends:
             raise TemplateError(f"no special token ends the assistant's turn in the chat template; {_WAY_OUT}")
@@ -179,13 +178,11 @@ class ChatTemplate:
 
     def _check_extends(self) -> None:
         """TemplateError unless what stands behind a reply is the same whatever was said before."""
-        spoken = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
         before = [{"role": "user", "content": "0a1b2c"}, {"role": "assistant", "content": "2c1b0a"}]
         asked = {"role": "user", "content": "0a1b2c?"}
-        short = self._behind(self._render([*spoken, asked], None, True))
-        long = self._behind(self._render([*before, *spoken, asked], None, True))
-        alone = self._behind(self._render(spoken, None, False))
-        if short != long or not short.startswith(alone) or "0a1b2c?" not in short:
+        short = self._behind(self._render([*_SPOKEN, asked], None, True))
+        long = self._behind(self._render([*before, *_SPOKEN, asked], None, True))
+        if short != long:
             raise TemplateError(
                 "the chat template does not extend: what it writes behind an assistant's turn depends on what was said "
                 f"before, so that a conversation can't grow token by token; {_WAY_OUT}"

@@ -22,6 +22,10 @@ StopReason = Literal["stop", "length", "aborted"]
 STATUS_OF: dict[StopReason, Status] = {"stop": "ok", "length": "truncated", "aborted": "failed"}
 
 
+class PromptTooLong(ValueError):
+    """No room is left for a single new token."""
+
+
 @dataclass(frozen=True)
 class Generation:
     """What the engine sampled for one request, n tokens (the end token included when it was sampled)."""
@@ -50,7 +54,10 @@ class Policy(Protocol):
     sampling: SamplingConfig  # what the run asks for (greedy in an evaluation); an environment may lower max_tokens
 
     async def generate(self, tokens: np.ndarray, sampling: SamplingConfig) -> Generation:
-        """Sample a continuation of `tokens` (int32[T]: everything so far, from the first token on)."""
+        """Sample a continuation of `tokens` (int32[T]: everything so far, from the first token on).
+
+        PromptTooLong when there is no room for a new token.
+        """
         ...
 
 

@@ -80,7 +80,8 @@ def _call(text: str, start: int, may_span: bool) -> tuple[ToolCall, int, bool]:
 def _decode(text: str, start: int) -> tuple[Any, int, str]:
     """(the JSON value that begins at `start` or behind white space, where it ends, what is wrong with it)."""
     try:
-        return *_JSON.raw_decode(text, _SPACE.match(text, start).end()), ""
+        space = _SPACE.match(text, start)
+        return *_JSON.raw_decode(text, space.end() if space else start), ""
     except RecursionError:
         return None, start, "nested too deeply"
     except json.JSONDecodeError as problem:

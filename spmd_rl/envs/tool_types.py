@@ -106,5 +106,5 @@ def _shown(value: Any) -> str:
     if value is None:
         return "null"
     text = repr(value)
-    kind = {str: "the string ", list: "the list ", dict: "the object "}.get(type(value), "")
-    return kind + (text if len(text) <= 60 else text[:60] + "…")
+    kinds: dict[type, str] = {str: "the string ", list: "the list ", dict: "the object "}
+    return kinds.get(type(value), "") + (text if len(text) <= 60 else text[:60] + "…")

@@ -16,12 +16,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 from spmd_rl.data.tables import DataError, Table, open_table
 from spmd_rl.envs.prompts import Prompts, check_rows
+from spmd_rl.envs.protocol import PromptTooLong
 from spmd_rl.models.hf_config import read_config, resolve
 from spmd_rl.observe.disk import explain_full_disk
 from spmd_rl.observe.logs import RankOutput
 from spmd_rl.orchestrator import preflight
 from spmd_rl.orchestrator.asked import ask
-from spmd_rl.orchestrator.policy import PromptTooLong
 from spmd_rl.orchestrator.sampler import Services
 from spmd_rl.orchestrator.seeds import seed_of
 from spmd_rl.orchestrator.steering import Steering

@@ -18,16 +18,12 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.config.tree import SamplingConfig
-from spmd_rl.envs.protocol import Generation
+from spmd_rl.envs.protocol import Generation, PromptTooLong
 from spmd_rl.orchestrator.gate import Gate
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.records import checksum
 from spmd_rl.orchestrator.router import Router
 from spmd_rl.world.messages import Generated, Partial
-
-
-class PromptTooLong(ValueError):
-    """No room is left for a single new token."""
 
 
 class ChangedCourse(RuntimeError):

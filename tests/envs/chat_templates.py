@@ -1,4 +1,4 @@
-"""Tokenizers of bytes with chat templates in the manner of well-known models, for the tests of chats."""
+"""Chat templates in the manner of well-known models, tokenizers of bytes, and nasty contents: for tests of chats."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ import tempfile
 from functools import lru_cache
 from typing import Any
 
-from spmd_rl.models.byte_tokenizer import CHAT_TEMPLATE, make_byte_tokenizer
+from hypothesis import strategies as st
+
+from spmd_rl.models.byte_tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS, make_byte_tokenizer
+
+NASTY = [*SPECIAL_TOKENS, "[INST]", "</s>", "<|eot_id|>", "\0", "\ud800", "\n", " ", "<", "|im_end|>", "é", "😀"]
+
+# Contents as tests of chats want them.
+texts = st.lists(st.sampled_from(NASTY) | st.text(max_size=6), max_size=6).map("".join)
 
 # Thoughts are taken out of old turns, results of tools stand together in a user's turn.
 STRIPS_THOUGHTS = """\
@@ -109,7 +116,7 @@ INSTRUCTS = """\
 {%- endfor %}
 """
 
-# The header opens a thought, and old ones are dropped with the turn's own words kept.
+# The header of a reply opens a thought.
 OPENS_THOUGHT = DEFAULT_SYSTEM.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
 
 TEMPLATES = {

@@ -1,7 +1,8 @@
-"""A policy that says what a test wrote, and the tokenizer of bytes: what tests of environments share."""
+"""Policies that say what a test wrote, the tokenizer of bytes, chats in a line: what tests of environments share."""
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.config.tree import SamplingConfig
-from spmd_rl.envs.protocol import Generation, StopReason
+from spmd_rl.envs.chat import Chat
+from spmd_rl.envs.protocol import Generation, PromptTooLong, StopReason
 from spmd_rl.models.byte_tokenizer import IM_END, make_byte_tokenizer
-from spmd_rl.orchestrator.policy import PromptTooLong
 
 
 @lru_cache(maxsize=1)
@@ -76,3 +77,58 @@ class ScriptedPolicy:
         kept = np.asarray(ids[:limit], np.int32)
         logprobs = -np.arange(1, len(kept) + 1, dtype=np.float32) / 8
         return Generation(kept, logprobs, np.full(len(kept), self.version, np.int32), reason)
+
+
+class IdPolicy:
+    """Samples the ids it is given, and remembers what it was asked."""
+
+    def __init__(self, answers: list[tuple[list[int], StopReason]]) -> None:
+        self.sampling, self.asked, self.given = SamplingConfig(temperature=0.5), [], []
+        self._answers = iter(answers)
+
+    async def generate(self, tokens: np.ndarray, sampling: SamplingConfig) -> Generation:
+        ids, reason = next(self._answers)
+        count = len(ids)
+        made = Generation(np.asarray(ids, np.int32), np.full(count, -0.5, np.float32), np.full(count, 3), reason)
+        self.asked.append(tokens)
+        self.given.append(made)
+        return made
+
+
+def say(chat: Chat, role: str, text: str) -> None:
+    chat.user(text) if role == "user" else chat.tool(text)
+
+
+def talk(tokenizer: Any, policy: Any, turns: list[list[tuple[str, str]]], **options: Any) -> Chat:
+    """A chat in which each turn's messages were said and answered."""
+    chat = Chat(tokenizer, policy, **options)
+
+    async def run() -> None:
+        for turn in turns:
+            for role, text in turn:
+                say(chat, role, text)
+            await chat.reply()
+
+    asyncio.run(run())
+    return chat
+
+
+def users(*said: str) -> list[list[tuple[str, str]]]:
+    return [[("user", text)] for text in said]
+
+
+class Plain:
+    """Nothing but encode and decode; counts what it encodes."""
+
+    def __init__(self, eos: str = "") -> None:
+        self.tokens = 0
+        if eos:
+            self.eos_token = eos
+
+    def encode(self, text: str) -> list[int]:
+        ids = byte_tokenizer().encode(text)
+        self.tokens += len(ids)
+        return ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        return byte_tokenizer().decode(token_ids)

@@ -165,6 +165,10 @@ class Obedient:
         print("my last words")
         os._exit(7)
 
+    async def blocks_and_exits(self, task: Task, policy: Policy) -> Episode:
+        time.sleep(0.2)
+        os._exit(7)
+
     async def crashes(self, task: Task, policy: Policy) -> Episode:
         crash()
         raise AssertionError

@@ -271,5 +271,7 @@ def test_a_long_episode_encodes_every_token_once() -> None:
 def test_a_long_episode_shares_the_memory_of_its_prompts() -> None:
     policy = IdPolicy([([65, 258], "stop")] * 200)
     talk(byte_tokenizer(), policy, users(*["go on"] * 200))
+    for asked in policy.asked:
+        np.testing.assert_array_equal(asked, policy.asked[-1][: len(asked)])
     arrays = {id(asked.base): asked.base.nbytes for asked in policy.asked}
     assert sum(arrays.values()) <= 16 * len(policy.asked[-1])  # 4 bytes a token, at most twice that, all halves before

@@ -76,6 +76,31 @@ def test_the_teacher_hears_what_was_added_before_each_turn() -> None:
         rest = rest.split(text, 1)[1]
 
 
+def test_what_was_heard_is_the_teachers_own_list() -> None:
+    class Forgetful(Guess):
+        def solve(self, task: Task, heard: list[str], rng: np.random.Generator) -> str:
+            said = super().solve(task, [*heard], rng)
+            heard.clear()
+            return said
+
+    env = Forgetful()
+    demonstrate(env)
+    assert [len(heard) for heard in env.heard] == [1, 2, 3]
+
+
+def test_a_history_is_kept_once() -> None:
+    policy = Demonstrator(byte_tokenizer(), Guess(), TASK, np.random.default_rng(0))
+
+    async def run() -> None:
+        tokens = np.array([65], np.int32)
+        for _ in range(5):
+            made = await policy.generate(tokens, policy.sampling)
+            tokens = np.concatenate([tokens, made.tokens, tokens[:1]])
+
+    asyncio.run(run())
+    assert len(policy._histories) == 1
+
+
 def test_after_a_restart_the_teacher_hears_a_new_prompt() -> None:
     env = Guess(restarts=True)
     samples = demonstrate(env)

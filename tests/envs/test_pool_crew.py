@@ -227,14 +227,15 @@ def test_whatever_happens_every_job_ends_once_and_nothing_is_left(habits, jobs, 
             assert isinstance(found, PoolError)
             assert close_s is not None or not isinstance(found, PoolClosed)
 
-    async def main() -> None:
-        stage.crew.build(stage.env)
-        if close_s is not None:
-            asyncio.get_running_loop().call_later(close_s, lambda: asyncio.ensure_future(stage.crew.close()))
-        await asyncio.gather(*(one(*job) for job in jobs))
+    async def close() -> None:
+        await asyncio.sleep(1000.0 if close_s is None else close_s)
         await stage.crew.close()
         assert all(job.future.done() for job in stage.jobs)
         assert stage.env.offers.done()
+
+    async def main() -> None:
+        stage.crew.build(stage.env)
+        await asyncio.gather(close(), *(one(*job) for job in jobs))
         for worker in stage.workers:
             assert worker.was_ended or not worker.was_started
             assert "calls" not in worker.name or worker.most_at_once <= 1
@@ -328,6 +329,32 @@ def test_a_job_that_does_not_listen_takes_its_worker_and_the_jobs_beside_it():
     run(main())
 
 
+def test_a_call_that_is_cancelled_in_the_queue_is_never_begun():
+    stage = Stage(limits=Limits(call_workers=1))
+
+    async def main() -> None:
+        jobs = [stage.submit("5 done") for _ in range(3)]
+        await asyncio.sleep(1.0)
+        jobs[1].future.cancel()
+        assert [await outcome(job) for job in jobs[::2]] == [messages.Done(1, 1), messages.Done(3, 3)]
+        assert stage.workers[0].answered == [1, 3] and len(stage.workers) == 1
+        await stage.crew.close()
+
+    run(main())
+
+
+def test_a_worker_that_dies_without_a_word_is_found():
+    """Something that it started may hold its connection open."""
+    stage = Stage([Habits(dies_s=3.0, quietly=True)])
+
+    async def main() -> None:
+        died = await outcome(stage.submit("50 done", 100.0))
+        assert died.kind == "exit" and asyncio.get_running_loop().time() < 4.0
+        await stage.crew.close()
+
+    run(main())
+
+
 def test_the_deadline_begins_when_a_worker_begins():
     stage = Stage(limits=Limits(call_workers=1))
 
@@ -341,7 +368,7 @@ def test_the_deadline_begins_when_a_worker_begins():
 
 @pytest.mark.parametrize("start", ["fails", "dies", "never"])
 def test_workers_that_do_not_start_end_the_wait_and_are_tried_again_for_the_next_job(start):
-    stage = Stage([Habits(start=start)] * START_TRIES, Limits(call_workers=1, start_s=20.0))
+    stage = Stage([Habits(start=start)] * (START_TRIES + 1), Limits(call_workers=1, start_s=20.0))
 
     async def main() -> None:
         job = stage.submit("1 done")

@@ -85,14 +85,25 @@ def test_tasks_are_the_same_in_whatever_order_they_are_asked_for(env, asked, in_
         assert env.task(index, split) == home.task(index, split)
 
 
-def test_tasks_that_come_one_after_the_other_are_made_ahead(env, pool):
-    for index in range(100, 102):
-        env.task(index, "train")
-    asyncio.run(until(lambda: pool.metrics()["pool/in_flight"] == 0.0))
-    for index in range(102, 110):
-        env.task(index, "train")
-    ahead = [index for split, index in env._coming if split == "train"]
-    assert ahead == list(range(110, 118))
+def test_tasks_that_come_one_after_the_other_are_made_ahead_and_once():
+    asked = 0
+
+    def idle() -> bool:
+        nonlocal asked
+        metrics = pool.metrics()
+        asked += int(metrics["pool/questions"])
+        return metrics["pool/in_flight"] == 0.0
+
+    with Pool(1, 0) as pool:
+        env = obedient(pool)
+        for index in range(10):
+            assert env.task(index, "train").index == index
+        ahead = [index for _, index in env._coming]
+        assert ahead == list(range(10, 18))
+        asyncio.run(until(idle))
+        assert asked == 18
+        env.task(5, "train")
+        assert not env._coming
 
 
 def test_a_task_that_can_not_be_made_is_an_error_when_it_is_asked_for(env):
@@ -342,19 +353,22 @@ def test_a_worker_that_dies_is_named_and_replaced(env, do, says):
     assert len(both_pids(env) & before) == 1
 
 
-def test_a_question_whose_worker_dies_beside_it_is_asked_again(env):
-    """A rollout takes one worker down; tasks that were being made there are made by another one."""
+def test_a_question_whose_worker_dies_beside_it_is_asked_again():
+    """A rollout takes the only worker down while tasks wait there; the next worker makes them."""
     home = Obedient(Letters(), 3)
 
-    async def main() -> None:
-        crash = asyncio.ensure_future(env.rollout(told("exits"), Adder()))
-        await asyncio.sleep(0)
-        for index in range(300, 330):
-            assert env.task(index, "train") == home.task(index, "train")
-        with pytest.raises(WorkerDied):
-            await crash
+    async def main(env: PooledEnvironment) -> None:
+        assert env.task(0, "train") == home.task(0, "train")
+        for first in (1, 10):  # what was made ahead is asked again too
+            crash = asyncio.ensure_future(env.rollout(told("blocks_and_exits"), Adder()))
+            await asyncio.sleep(0)
+            for index in range(first, first + 3):
+                assert env.task(index, "train") == home.task(index, "train")
+            with pytest.raises(WorkerDied):
+                await crash
 
-    asyncio.run(main())
+    with Pool(1, 0) as pool:
+        asyncio.run(main(obedient(pool)))
 
 
 def test_optional_methods(env, pool):
@@ -443,3 +457,17 @@ def test_workers_tell_their_lag(env, pool):
 
     metrics = asyncio.run(main())
     assert 0 <= metrics["pool/lag_ms_p50"] <= metrics["pool/lag_ms_p99"] <= metrics["pool/lag_ms_max"]
+
+
+def test_a_history_that_fills_the_sequence_is_truncated_in_a_worker_too(pool) -> None:
+    source = SourceConfig(env="guess", args={"turns": 3})
+    there = PooledEnvironment(EnvironmentSpec(source, byte_tokenizer(), 0), pool, deadline_s=30.0)
+    here = load(source, byte_tokenizer(), 0)
+    task = here.task(0, "train")
+    room = len(here.prompt(task)) + 10
+    episodes = [
+        asyncio.run(env.rollout(task, ScriptedPolicy(byte_tokenizer(), lambda prompt: "?", seq_len=room)))
+        for env in (here, there)
+    ]
+    assert [episode.status for episode in episodes] == ["truncated", "truncated"]
+    same(*episodes)

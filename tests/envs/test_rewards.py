@@ -48,6 +48,13 @@ def empty(completion): return next(iter([]))
 def leaves(completion): raise SystemExit(3)
 def wants_more(completion, teacher): return 1
 constant = 3
+
+import os, threading
+def where(): return {"main": threading.current_thread() is threading.main_thread(), "pid": os.getpid()}
+def moody(completion): return time.sleep(3600) if completion == "hang" else 1
+def dies(completion): os._exit(7)
+def wrong(): raise KeyError("solution")
+for function in (where, moody, dies, wrong): function.in_process = True
 """
 
 
@@ -228,31 +235,14 @@ def test_a_row_without_the_answer_is_an_error(make):
     assert "KeyError: 'answer'" in call(make("exact", answer="answer"), row={}).why
 
 
-@pytest.fixture
-def beside(make, tmp_path):
-    """Rewards of a file that run in processes of their own."""
-    functions = "\n".join(
-        [
-            "import os, threading, time",
-            "def where(): return {'main': threading.current_thread() is threading.main_thread(), 'pid': os.getpid()}",
-            "def moody(completion): return time.sleep(3600) if completion == 'hang' else 1",
-            "def dies(completion): os._exit(7)",
-            "def wrong(): raise KeyError('solution')",
-            "for function in (where, moody, dies, wrong): function.in_process = True",
-        ]
-    )
-    (tmp_path / "own.py").write_text(OWN + functions)
-    return make
-
-
-def test_a_reward_in_a_process_has_a_main_thread(beside):
-    parts = call(beside("where", reward_workers=1)).parts
+def test_a_reward_in_a_process_has_a_main_thread(make):
+    parts = call(make("where", reward_workers=1)).parts
     assert parts["main"] == 1.0 and parts["pid"] != os.getpid()
 
 
-def test_a_call_that_hangs_in_a_process_ends_with_it_and_the_next_one_gets_another(beside):
-    function = beside("moody", reward_s=5.0, reward_workers=1)
-    assert "longer than reward_s = 5 s" in call(function, "hang").why
+def test_a_call_that_hangs_in_a_process_ends_with_it_and_the_next_one_gets_another(make):
+    function = make("moody", reward_s=3.0, reward_workers=1)
+    assert "longer than reward_s = 3 s" in call(function, "hang").why
     assert call(function, "fine") == Reward(1.0)
 
 
@@ -260,8 +250,8 @@ def test_a_call_that_hangs_in_a_process_ends_with_it_and_the_next_one_gets_anoth
     ("name", "message"),
     [("dies", "came to no result: .* with code 7"), ("wrong", r"wrong raised KeyError: 'solution'$")],
 )
-def test_what_goes_wrong_in_a_process_is_said(beside, name, message):
-    assert re.search(message, call(beside(name, reward_workers=1)).why)
+def test_what_goes_wrong_in_a_process_is_said(make, name, message):
+    assert re.search(message, call(make(name, reward_workers=1)).why)
 
 
 def test_numpy_numbers_are_numbers(make):

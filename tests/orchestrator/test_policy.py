@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmd_rl.config.tree import SamplingConfig
-from spmd_rl.orchestrator.policy import PromptTooLong
+from spmd_rl.envs.protocol import PromptTooLong
 from spmd_rl.world.messages import Generate
 from tests.orchestrator.fake_run import make_config, prepare
 from tests.orchestrator.virtual_time import run

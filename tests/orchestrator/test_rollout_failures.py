@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.orchestrator.policy import PromptTooLong
+from spmd_rl.envs.protocol import PromptTooLong
 from spmd_rl.orchestrator.rollouts import TooManyFailures
 from spmd_rl.orchestrator.stall import Stalled, watch_progress
 from spmd_rl.orchestrator.window import Window

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from spmd_rl.envs.adapters.verifiers_rendering import Heard, Message, Rendering, Tool
-from spmd_rl.envs.protocol import Generation, Policy, turns_to_sample
+from spmd_rl.envs.protocol import Generation, Policy, PromptTooLong, turns_to_sample
 from spmd_rl.rollouts.types import Sample, Status
 
 
@@ -88,13 +87,8 @@ class Conversation:
     async def _generate(self, prompt: np.ndarray) -> Generation:
         try:
             return await self._policy.generate(prompt, self._sampling)
-        except ValueError as error:
-            if not self._histories or not _too_long(error):
+        except PromptTooLong as error:
+            if not self._histories:
                 raise
             self.status = "truncated"
             raise NoRoom(str(error)) from error
-
-
-def _too_long(error: Any) -> bool:
-    # The class lives with the policy, which stands on a floor above.
-    return any(cls.__name__ == "PromptTooLong" for cls in type(error).__mro__)

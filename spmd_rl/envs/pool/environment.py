@@ -183,10 +183,7 @@ class _Conversation:
             sampling = msgspec.convert(message.sampling, SamplingConfig)
             done = await self._policy.generate(message.tokens, sampling)
             self.tell(messages.Answer(job, number, done.tokens, done.logprobs, done.versions, done.stop_reason))
-        except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the rollout no longer wants it
+        except (Exception, asyncio.CancelledError) as error:  # who has withdrawn the question does not hear of it
             self.raised[number] = error
             text = wire.sendable(str(error))
             self.tell(messages.Refusal(job, number, type(error).__name__, text, isinstance(error, ValueError)))

@@ -1,7 +1,7 @@
 """What a worker prints, line by line, with its name before it, and never more than a log can bear.
 
-Invariants: the pipe is always read, so no worker ever waits for a reader; a line has `LINE_CHARS` characters at most;
-a worker that prints for ever gets `PER_S` lines a second into the log, and the log says how many it did not get.
+Invariants: the pipe is always read, so no worker waits for a reader for long; a line has `LINE_CHARS` characters at
+most; a worker that prints for ever gets `PER_S` lines a second into the log, and the log says how many it did not get.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 LINE_CHARS = 2000
 BURST, PER_S = 200, 20.0  # lines that may come at once, and for ever
 LAST_WORDS = 30  # lines that are kept for the message about a death
+PAUSE_S = 0.01  # after each piece that is left out: to read them all at full speed would take the pool's whole time
 END_S = 0.5  # how long the end of the pipe is waited for: a process that the worker left behind may hold it open
 
 
@@ -27,7 +28,7 @@ class Output(asyncio.Protocol):
         self._partial = b""
         self._room, self._at = float(BURST), clock()
         self._left_out = 0
-        self._transport: asyncio.BaseTransport | None = None
+        self._transport: asyncio.ReadTransport | None = None
         self._ended = asyncio.Event()
 
     async def end(self) -> None:
@@ -42,10 +43,14 @@ class Output(asyncio.Protocol):
             self._left_out = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.ReadTransport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
         self._take(data)
+        if self._left_out and self._transport is not None:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_later(PAUSE_S, self._transport.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended.set()

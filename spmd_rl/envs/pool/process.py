@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ BOOT = (
     "from spmd_rl.envs.pool.worker import main; main(int(fd), int(parent))"
 )
 OURS = os.path.join("pool", "worker.py")
-DUMP_SIGNAL = signal.SIGUSR2  # the worker prints where its threads are
+DUMP_SIGNAL = signal.SIGUSR2  # a worker prints where its threads are
 DUMP_S = 0.2  # for that
 REAP_S = 5.0  # until a killed process is gone, unless the kernel holds it
 LOOK_S = 0.005
@@ -70,6 +69,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", BOOT, str(its.fileno()), str(os.getpid()), *path],
                 cwd=directory,
+                env={"OMP_NUM_THREADS": "1", **os.environ},  # many processes share the cores
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,
@@ -122,12 +122,17 @@ class WorkerProcess:
         code = self._process.poll()
         self._frames.close()
         await self._output.end()
-        return _in_words(code) if by_itself else "it was ended"
+        return _in_words(code) if by_itself or code is None else "it was ended"
 
     @property
     def last_words(self) -> str:
         """The last lines that it printed; of a traceback what user code did, not how we came to it."""
-        return "\n".join(itertools.takewhile(lambda line: f'{OURS}"' not in line, self._output.last))
+        shown, ours = [], False
+        for line in self._output.last:
+            ours = f'{OURS}"' in line or (ours and line.startswith("  File "))
+            if not ours:
+                shown.append(line)
+        return "\n".join(shown)
 
     async def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

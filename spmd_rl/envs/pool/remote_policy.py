@@ -15,7 +15,7 @@ import numpy as np
 
 from spmd_rl.config.tree import SamplingConfig
 from spmd_rl.envs.pool.messages import Answer, Generate, Message, Refusal, Withdrawn
-from spmd_rl.envs.protocol import Generation, StopReason
+from spmd_rl.envs.protocol import Generation, PromptTooLong, StopReason
 
 
 class PolicyError(RuntimeError):
@@ -27,7 +27,11 @@ class PolicyError(RuntimeError):
 
 
 class PolicyValueError(PolicyError, ValueError):
-    """The same, where what it raised is a ValueError: no room for a new token, for example."""
+    """The same, where what it raised is a ValueError."""
+
+
+class NoRoom(PolicyValueError, PromptTooLong):
+    """The same, where it has no room for a new token."""
 
 
 class RemotePolicy:
@@ -63,6 +67,7 @@ class RemotePolicy:
             return
         if isinstance(message, Refusal):
             error = PolicyValueError if message.is_value_error else PolicyError
+            error = NoRoom if message.kind == PromptTooLong.__name__ else error
             answer.set_exception(error(message.number, message.kind, message.text))
         else:
             reason = cast(StopReason, message.stop_reason)

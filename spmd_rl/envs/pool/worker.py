@@ -31,6 +31,7 @@ from spmd_rl.config.imports import load_object
 from spmd_rl.envs.load import load
 from spmd_rl.envs.pool import messages, wire
 from spmd_rl.envs.pool.lag import LoopLag
+from spmd_rl.envs.pool.process import DUMP_SIGNAL
 from spmd_rl.envs.pool.remote_policy import PolicyError, RemotePolicy
 from spmd_rl.envs.pool.spec import OPTIONAL, EnvironmentSpec
 from spmd_rl.envs.pool.wire import plain
@@ -39,7 +40,6 @@ from spmd_rl.rollouts.plain import plain_episode
 from spmd_rl.rollouts.types import Episode, Reward, RewardError, Task
 
 PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when the thread that started it ends
-DUMP_SIGNAL = signal.SIGUSR2  # print where every thread is, even when the interpreter's lock is held for ever
 MAX_LINE = 400  # characters of a line of a traceback: the last one may hold a whole completion
 FIRST_TO_GO = "500"  # the kernel, out of memory, looks for a worker before it looks for the trainer
 
@@ -223,9 +223,8 @@ def main(fd: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before it could be asked for
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to judge
     faulthandler.enable()
-    faulthandler.register(DUMP_SIGNAL)
+    faulthandler.register(DUMP_SIGNAL)  # also while C code holds the interpreter's lock for ever
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash in every rollout must not fill the disk
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write(FIRST_TO_GO)
