@@ -1,5 +1,5 @@
 """From `SourceConfig` to an environment: a built-in name, `package.module:Class`, `file.py:Class`, another library's
-(`verifiers:taskset`), or a dataset.
+(`verifiers:taskset`, `reasoning_gym:name`, `gym:make`), a class of tools (`methods:path`), or a dataset.
 
 It refuses to know what environments do. Invariant: every error names the source and says what would work.
 """
@@ -11,7 +11,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.config.imports import module_of_file, module_of_package
+from spmd_rl.config.imports import load_object, module_of_file, module_of_package
 from spmd_rl.config.tree import SourceConfig
 from spmd_rl.envs.adapters.verifiers import environment_class
 from spmd_rl.envs.dataset import Dataset
@@ -29,6 +29,11 @@ BUILT_IN = {
     "calculator": "spmd_rl.envs.builtin.calculator:Calculator",
     "tictactoe": "spmd_rl.envs.builtin.tictactoe:TicTacToe",
 }
+ADAPTERS = {  # prefix of a name → class, and the argument that the rest of the name is
+    "reasoning_gym": ("spmd_rl.envs.adapters.reasoning_gym:ReasoningGym", "dataset"),
+    "gym": ("spmd_rl.envs.adapters.gym:Gym", "make"),
+    "methods": ("spmd_rl.envs.adapters.methods:Methods", "make"),
+}
 
 
 def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
@@ -41,6 +46,10 @@ def load(source: SourceConfig, tokenizer: Tokenizer, seed: int) -> Environment:
     if source.env.startswith("verifiers:"):
         taskset = source.env.removeprefix("verifiers:")
         return _made(source, environment_class(taskset), tokenizer, seed, {"taskset": taskset, **source.args})
+    prefix, _, rest = source.env.partition(":")
+    if prefix in ADAPTERS:
+        path, key = ADAPTERS[prefix]
+        return _made(source, load_object(path, WHAT), tokenizer, seed, {key: rest, **source.args})
     target = BUILT_IN.get(source.env, source.env)
     if ":" not in target:
         near = difflib.get_close_matches(source.env, BUILT_IN, n=3, cutoff=0.4)

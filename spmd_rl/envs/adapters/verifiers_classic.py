@@ -26,9 +26,9 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, Tool, ToolCall, Usage
 
 from spmd_rl.config.imports import load_object
+from spmd_rl.envs.adapters.first_prompt import first_prompt
 from spmd_rl.envs.adapters.verifiers import explained
 from spmd_rl.envs.adapters.verifiers_client import Conversation, NoRoom, Turn
-from spmd_rl.envs.adapters.verifiers_prompt import first_prompt
 from spmd_rl.envs.adapters.verifiers_rendering import Choice, Message, rendering
 from spmd_rl.envs.builtin.splits import Listed, canonical
 from spmd_rl.envs.protocol import Policy, Split

@@ -23,9 +23,9 @@ import verifiers.v1 as vf
 from pydantic import ValidationError
 
 from spmd_rl.config.imports import load_object
+from spmd_rl.envs.adapters.first_prompt import first_prompt
 from spmd_rl.envs.adapters.verifiers import explained
 from spmd_rl.envs.adapters.verifiers_agents import Table, seats
-from spmd_rl.envs.adapters.verifiers_prompt import first_prompt
 from spmd_rl.envs.adapters.verifiers_rendering import Choice, rendering
 from spmd_rl.envs.adapters.verifiers_run import AgentRun
 from spmd_rl.envs.adapters.verifiers_tasks import tasks_of
