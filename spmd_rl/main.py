@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 3 spmd_rl/main.py rl  --config configs/quickstart.toml [--KEY VALUE ...] [--dry-run]
     torchrun --nproc-per-node 2 spmd_rl/main.py sft --config configs/sft.toml        [--KEY VALUE ...] [--dry-run]
-    python spmd_rl/main.py eval|generate --config FILE.toml --model.name FOLDER      [--KEY VALUE ...] [--dry-run]
+    python spmd_rl/main.py eval|generate|serve --config FILE.toml --model.name FOLDER  [--KEY VALUE ...] [--dry-run]
 
 Without RANK in the environment it starts itself under torchrun, with the fewest processes that the config needs.
 """
@@ -30,6 +30,7 @@ COMMANDS = {
     "sft": "spmd_rl.trainer.sft",
     "eval": "spmd_rl.orchestrator.eval_role",
     "generate": "spmd_rl.orchestrator.generate_role",
+    "serve": "spmd_rl.orchestrator.serve_role",
 }
 
 

@@ -94,6 +94,7 @@ AT_LEAST = {
     "ckpt.interval": 0,
     "ckpt.keep": 0,
     "ckpt.keep_every": 0,
+    "serve.port": 0,
     "generate.samples": 1,
     "generate.at_once": 1,
     "data.batch_size": 1,
@@ -154,7 +155,8 @@ def check(config: Config, command: str = "rl") -> None:
         ),
         "sft": (*everywhere, _optimizers, _precision, _sft),
         "eval": (*everywhere, check_sources, check_evaluation, _evaluates),
-        "generate": (*everywhere, _generate),
+        "generate": (*everywhere, _room, _generate),
+        "serve": (*everywhere, _room, _serve),
     }
     problems = [problem for part in parts[command] for problem in part(config)]
     if problems:
@@ -209,11 +211,21 @@ def _generate(c: Config) -> Iterator[str]:
         yield f"generate.output = {c.generate.output!r}: completions are written as JSON lines; name a *.jsonl file"
     if c.generate.system and not c.generate.chat:
         yield "generate.system is a chat message, and generate.chat is off: set it, or write it into generate.prompt"
+
+
+def _room(c: Config) -> Iterator[str]:
     if c.orchestrator.sampling.max_tokens >= c.seq_len:
         yield (
             f"orchestrator.sampling.max_tokens = {c.orchestrator.sampling.max_tokens} leaves no room for a prompt in "
             f"seq_len = {c.seq_len}: lower the first or raise the second"
         )
+
+
+def _serve(c: Config) -> Iterator[str]:
+    if not c.serve.host:
+        yield "serve.host is empty: 127.0.0.1 serves this machine alone, 0.0.0.0 any that can reach it"
+    if c.serve.port > 65535:
+        yield f"serve.port = {c.serve.port}: must be 65535 or less"
 
 
 def _sft(c: Config) -> Iterator[str]:

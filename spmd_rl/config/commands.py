@@ -1,6 +1,6 @@
 """What each command of `main.py` makes of a command line: a config that was checked for it, and where it writes.
 
-`eval` and `generate` ask a model that a run has made, often with that run's config: they write beside its folder.
+`eval`, `generate` and `serve` ask a model that a run has made, often by its config: they write beside its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from spmd_rl.config.check import check
 from spmd_rl.config.load import load
 from spmd_rl.config.tree import Config
 
-ASKING = ("eval", "generate")
+ASKING = ("eval", "generate", "serve")
 
 
 def config_for(command: str, argv: Sequence[str]) -> Config:

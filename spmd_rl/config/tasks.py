@@ -94,3 +94,12 @@ class GenerateConfig:
     messages: str = ""  # column of chat messages, in place of `prompt`
     samples: int = 1  # completions per row
     at_once: int = 512  # completions in flight
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Where `main.py serve` answers OpenAI's chat and text completions."""
+
+    host: str = "127.0.0.1"  # 0.0.0.0 lets other hosts in; there is no encryption
+    port: int = 8000  # 0 = any that is free
+    key: str = ""  # what clients must show; empty: a new one, which is printed

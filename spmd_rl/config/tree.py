@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from spmd_rl.config.tasks import EvalConfig, GenerateConfig, SamplingConfig, SourceConfig
+from spmd_rl.config.tasks import EvalConfig, GenerateConfig, SamplingConfig, ServeConfig, SourceConfig
 
 
 @dataclass(frozen=True)
@@ -335,5 +335,6 @@ class Config:
     ckpt: CkptConfig = field(default_factory=CkptConfig)
     data: DataConfig = field(default_factory=DataConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)

@@ -64,10 +64,10 @@ class Demonstrator:
 
     def _hear(self, tokens: np.ndarray) -> list[str]:
         """What was heard in the history that the prompt goes on with, and what is new in it."""
-        going_on = [h for h in self._histories if np.array_equal(h[0], tokens[: len(h[0])])]
+        going_on = (h for h in self._histories if np.array_equal(h[0], tokens[: len(h[0])]))
         new: tuple[np.ndarray, list[str]] = (np.empty(0, np.int32), [])
-        known = max(going_on, key=lambda history: len(history[0]), default=new)
-        self._histories = [h for h in self._histories if h is not known]
+        known = next(going_on, new)
+        self._histories = [h for h in self._histories if h is not known]  # it goes on under another length
         return [*known[1], self._tokenizer.decode(tokens[len(known[0]) :].tolist())]
 
 

@@ -27,6 +27,9 @@ BUILT_IN = {
     "guess": "spmd_rl.envs.builtin.guess:Guess",
     "wordle": "spmd_rl.envs.builtin.wordle:Wordle",
     "calculator": "spmd_rl.envs.builtin.calculator:Calculator",
+    "python": "spmd_rl.envs.builtin.python:Python",
+    "repo_fix": "spmd_rl.envs.builtin.repo_fix:RepoFix",
+    "command": "spmd_rl.envs.builtin.command:Command",
     "tictactoe": "spmd_rl.envs.builtin.tictactoe:TicTacToe",
 }
 ADAPTERS = {  # prefix of a name → class, and the argument that the rest of the name is

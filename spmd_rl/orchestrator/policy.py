@@ -1,7 +1,8 @@
 """The policy as an environment sees it: tokens in, a generation out. Behind it, a router, a tick and an engine.
 
-One `RolloutPolicy` belongs to one rollout: its seed decides all of its sampling noise, and its KV-cache salt stays
-that of the version it began with, so later turns reuse its own cached prefix and nobody else's older one.
+One `RolloutPolicy` belongs to one rollout: its seed and the number of a call decide all sampling noise, and its
+KV-cache salt stays that of the version it began with, so later turns reuse its own cached prefix and nobody else's
+older one.
 
 It remembers its calls. A run that is taken up again runs its open rollouts from their beginning: the policy gives the
 answers of then, and what had no answer goes on behind its tokens. So an environment needs no state that can be saved,
@@ -23,6 +24,7 @@ from spmd_rl.orchestrator.gate import Gate
 from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.records import checksum
 from spmd_rl.orchestrator.router import Router
+from spmd_rl.orchestrator.seeds import seed_of
 from spmd_rl.world.messages import Generated, Partial
 
 
@@ -114,9 +116,9 @@ class RolloutPolicy:
                 f"a prompt of {len(tokens)} tokens leaves no room in seq_len = {self._seq_len}: "
                 "raise seq_len, or make the environment's prompts shorter"
             )
-        call = self._next_call(tokens)
+        call, number = self._next_call(tokens), len(self.calls) - 1
         if call.answer is None:
-            call.answer = await self._ask(call, tokens, sampling, room)
+            call.answer = await self._ask(call, number, tokens, sampling, room)
         self._salt = call.answer.salt
         done = call.answer
         return Generation(done.tokens, done.logprobs, done.versions, done.stop_reason)
@@ -133,7 +135,7 @@ class RolloutPolicy:
         self.calls.append(self._past[number] if again else Call(prompt))
         return self.calls[-1]
 
-    async def _ask(self, call: Call, tokens: np.ndarray, sampling: SamplingConfig, room: int) -> Generated:
+    async def _ask(self, call: Call, number: int, tokens: np.ndarray, sampling: SamplingConfig, room: int) -> Generated:
         """Ask an engine, or ask it again for what was in flight; `call` learns which one it is."""
         if call.partial is None or call.replica < 0:
             if call.partial is None:
@@ -152,7 +154,8 @@ class RolloutPolicy:
                     temperature=sampling.temperature,
                     top_p=sampling.top_p,
                     top_k=sampling.top_k,
-                    seed=self._seed,
+                    # Calls of one prompt (drafts, sub-agents) must not hear one noise.
+                    seed=seed_of(self._seed, number) if number else self._seed,
                     stop_token_ids=[] if sampling.ignore_eos else self._stops,
                     salt=call.partial.salt if call.partial else self._salt,
                     begun=call.partial,

@@ -22,7 +22,7 @@ from spmd_rl.config.tree import SamplingConfig, SourceConfig
 from spmd_rl.envs.pool.environment import PooledEnvironment
 from spmd_rl.envs.pool.pool import Pool
 from spmd_rl.envs.pool.spec import EnvironmentSpec
-from spmd_rl.envs.protocol import Generation, Policy, Split, turns_to_sample
+from spmd_rl.envs.protocol import Generation, Policy, PromptTooLong, Split, turns_to_sample
 from spmd_rl.rollouts.types import Episode, Reward, RewardError, Sample, Task
 
 INNER = Pool(0, 1)  # nothing is started before it is used
@@ -104,12 +104,16 @@ class Obedient:
         await policy.generate(np.asarray([2], np.int32), policy.sampling)
         slow.cancel()
         await asyncio.wait([slow])
+        await policy.generate(np.asarray([3], np.int32), policy.sampling)
         return self._over(task, "cancelled" if slow.cancelled() else "answered")
 
     async def leaves_a_question(self, task: Task, policy: Policy) -> Episode:
         self.left = asyncio.create_task(policy.generate(np.asarray([1], np.int32), policy.sampling))
         await asyncio.sleep(0)
         return self._over(task, "left")
+
+    async def finds_what_was_left(self, task: Task, policy: Policy) -> Episode:
+        return self._over(task, "cancelled" if self.left.cancelled() else "waiting")
 
     async def asks_late(self, task: Task, policy: Policy) -> Episode:
         self.policy = policy
@@ -123,6 +127,13 @@ class Obedient:
         try:
             await policy.generate(np.asarray([1], np.int32), policy.sampling)
         except ValueError as error:
+            return self._over(task, str(error))
+        return self._over(task, "nothing")
+
+    async def catches_no_room(self, task: Task, policy: Policy) -> Episode:
+        try:
+            await policy.generate(np.asarray([1], np.int32), policy.sampling)
+        except PromptTooLong as error:
             return self._over(task, str(error))
         return self._over(task, "nothing")
 

@@ -30,7 +30,8 @@ async def main(pool):
     while len(set(pids)) < 2:
         episodes = await asyncio.gather(*(env.rollout(told("pid"), Adder()) for _ in range(4)))
         pids.extend(int(episode.reward.why) for episode in episodes)
-    pids.extend(await asyncio.gather(*(pool.call(do, {"what": "pid"}, 300.0) for _ in range(1))))
+    pids.append(await pool.call(do, {"what": "pid"}, 300.0))
+    assert (await pool.call(do, {"what": "where"}, 60.0))[2] == ""  # standard input is the program's alone
     left = [asyncio.ensure_future(env.rollout(told(what), Adder())) for what in ("spins", "waits")]
     await asyncio.sleep(0.3)
     print(json.dumps(sorted(set(pids))), flush=True)
@@ -50,7 +51,8 @@ def start(end: str) -> tuple[subprocess.Popen[str], list[int]]:
     """The program, and its workers."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", f"END = {end!r}\n{PROGRAM}"]
-    program = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    program = subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
     pids = json.loads(program.stdout.readline())
     assert len(pids) == 3
     return program, pids

@@ -18,6 +18,7 @@ from spmd_rl.envs.pool.environment import PooledEnvironment
 from spmd_rl.envs.pool.errors import DeadlinePassed, PoolClosed, Raised, RaisedValueError, WorkerDied
 from spmd_rl.envs.pool.pool import Pool
 from spmd_rl.envs.pool.spec import EnvironmentSpec
+from spmd_rl.envs.protocol import PromptTooLong
 from spmd_rl.rollouts.plain import plain_episode
 from spmd_rl.rollouts.types import Episode, RewardError
 from tests.envs.fakes import ScriptedPolicy, byte_tokenizer
@@ -139,6 +140,7 @@ def test_many_rollouts_at_once_each_hear_their_own_answers(env):
         ("parallel", "[0, 1, 2, 3]"),
         ("withdraws", "cancelled"),
         ("catches", "no room left"),
+        ("catches_no_room", "no room left"),
         ("reads_standard_input", ""),
     ],
 )
@@ -149,13 +151,15 @@ def test_what_a_rollout_may_do_with_its_policy(env, do, found):
         asked.append(tokens[0])
         if do == "catches":
             raise ValueError("no room left")
+        if do == "catches_no_room":
+            raise PromptTooLong("no room left")
         if do == "withdraws" and tokens[0] == 1:
             try:
                 await asyncio.sleep(3600)
             finally:
                 cancelled.append(tokens[0])
         elif do == "withdraws":
-            await until(lambda: 1 in asked)
+            await until(lambda: cancelled if tokens[0] == 3 else 1 in asked)
 
     reward = attempt(env, do, Adder(think)).reward
     assert isinstance(reward, RewardError) and found in reward.why
@@ -210,19 +214,20 @@ def test_sampling_that_is_none_is_an_error_of_its_rollout(env):
         attempt(env, "odd_sampling")
 
 
-def test_what_a_rollout_leaves_running_asks_nothing_in_its_name(env):
-    policy = Adder()
-    assert attempt(env, "leaves_a_question", policy).reward == RewardError("left")
-    left = []
+def test_what_a_rollout_leaves_running_asks_nothing_in_its_name():
+    async def forever(tokens: np.ndarray) -> None:
+        await asyncio.sleep(3600)
 
-    async def main() -> None:
-        for _ in range(2):  # on both workers
-            await env.rollout(told("asks_late"), Adder())
+    async def main(env: PooledEnvironment) -> list[str]:
+        said = []
+        for do in ("leaves_a_question", "finds_what_was_left", "asks_late"):
+            said.append((await env.rollout(told(do), Adder(forever))).reward.why)
         with pytest.raises(Raised, match="this rollout is over"):
-            await env.rollout(told("asks_for_another"), Adder(left.append))
+            await env.rollout(told("asks_for_another"), Adder(forever))
+        return said
 
-    asyncio.run(main())
-    assert not left
+    with Pool(1, 0) as pool:
+        assert asyncio.run(main(obedient(pool))) == ["left", "cancelled", "kept"]
 
 
 def both_pids(env: PooledEnvironment) -> set[int]:

@@ -47,9 +47,19 @@ def test_a_layer_that_is_cut_by_buckets_is_loaded_as_it_was_sent(monkeypatch, en
 def test_experts_that_are_cut_by_buckets_are_loaded_as_they_were_sent(monkeypatch, moe_engine, moe_folder):
     """All experts of a block are one layer of vLLM's, whose 24 tensors it keeps until the last one is there."""
     tensors, sequences = weights_of(make_learner(moe_folder)), prompts(8, 24)
-    before = np.concatenate(probe(moe_engine, sequences).logprobs)
-    streamed_swap(monkeypatch, moe_engine, moe_engine.version + 1, tensors)
-    assert k3(before, np.concatenate(probe(moe_engine, sequences).logprobs)).mean() <= 1e-8
+    others = {name: tensor.flip(0) if "experts" in name else tensor for name, tensor in tensors.items()}
+
+    def scored_after(swap) -> np.ndarray:
+        swap()
+        return np.concatenate(probe(moe_engine, sequences).logprobs)
+
+    def version() -> int:
+        return moe_engine.version + 1
+
+    whole = scored_after(lambda: moe_engine.swap(version(), tensors.items(), list(tensors)))
+    other = scored_after(lambda: moe_engine.swap(version(), others.items(), list(others)))
+    streamed = scored_after(lambda: streamed_swap(monkeypatch, moe_engine, version(), tensors))
+    assert k3(whole, streamed).mean() <= 1e-8 < k3(whole, other).mean()
 
 
 def test_a_bucket_that_is_damaged_in_the_middle_of_a_swap_raises(monkeypatch, folders, group, moe_engine, stranger):

@@ -76,8 +76,9 @@ class BwrapBox(Sandbox):
                 "distribution's packages of these names); or use the docker sandbox; or, for code you trust, the "
                 "subprocess one with allow_unsafe"
             )
-        self._filter, self._way = filter_program(), self._way or find_way()
+        self._filter = filter_program()
         try:
+            self._way = self._way or find_way()
             if self._way.cgroups is not None:
                 self._cgroup = make_cgroup(self._limits, self._way.cgroups)
             prefix = self._prefix if hidden(self._prefix) else ""
@@ -93,7 +94,10 @@ class BwrapBox(Sandbox):
         argv = as_argv(command, "bash" if shutil.which("bash", path="/usr/bin:/bin") else "sh")
         async with self._one:
             self._check_open()
-            return refused(argv) or await self._run(argv, timeout_s, as_bytes(stdin))
+            try:
+                return refused(argv) or await self._run(argv, timeout_s, as_bytes(stdin))
+            except OSError as error:  # no descriptors left, or the like
+                raise SandboxError(f"the bwrap sandbox could not run a program: {error}") from error
 
     async def write(self, path: str, data: bytes | str) -> None:
         """Make or replace a file; see `Sandbox.write`."""

@@ -39,6 +39,11 @@ ENVIRONMENT = {
 }
 
 
+def python(prefix: str) -> Path:
+    """The Python of this process's version that is installed in `prefix`, which is no virtual environment."""
+    return Path(prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+
+
 def hidden(prefix: str) -> bool:
     """True when what is installed in `prefix` is not part of the system that a box shows anyway."""
     return not any(Path(prefix).is_relative_to(system) for system in SYSTEM)
@@ -57,8 +62,9 @@ def furnish(folder: int, prefix: str, owner: int | None) -> None:
             os.mkdir(f"etc/{name}", 0o755, dir_fd=folder)
         else:
             _new_file(f"etc/{name}", "", folder)
+    _check_python(prefix)
     for name in ("python", "python3"):
-        os.symlink(_python(prefix), f"bin/{name}", dir_fd=folder)
+        os.symlink(python(prefix), f"bin/{name}", dir_fd=folder)
 
 
 def arguments(place: str, prefix: str) -> list[str]:
@@ -93,11 +99,10 @@ def _new_file(name: str, text: str, folder: int) -> None:
         file.write(text)
 
 
-def _python(prefix: str) -> str:
-    """The Python of this process's version that is installed in `prefix`; it must be anybody's to run."""
-    path = Path(prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+def _check_python(prefix: str) -> None:
+    """SandboxError unless Python is there, and anybody may run it."""
+    path = python(prefix)
     if not path.is_file():
         raise SandboxError(f"the bwrap sandbox finds no {path.name} in {path.parent}, where this one is installed")
-    if not os.stat(path).st_mode & 0o001:
+    if not path.stat().st_mode & 0o001:
         raise SandboxError(f"{path} may only be run by its owner: chmod -R o+rX {prefix}")
-    return str(path)

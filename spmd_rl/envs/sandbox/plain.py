@@ -14,7 +14,6 @@ import os
 import shutil
 import sys
 import tempfile
-from pathlib import Path
 
 from spmd_rl.envs.sandbox.folder import read_below, write_below
 from spmd_rl.envs.sandbox.interface import (
@@ -29,9 +28,12 @@ from spmd_rl.envs.sandbox.interface import (
     as_bytes,
     refused,
 )
+from spmd_rl.envs.sandbox.jail import python
 from spmd_rl.envs.sandbox.limits import MB, prlimit
 from spmd_rl.envs.sandbox.memory import uses_more
 from spmd_rl.envs.sandbox.program import Program, Start, end_group
+
+LATER_S = 1.0  # after its deadline a program ends by itself: when we are killed, nobody else ends it
 
 
 class PlainBox(Sandbox):
@@ -41,13 +43,20 @@ class PlainBox(Sandbox):
         self._limits = limits
         self._one = asyncio.Lock()
         self._program: Program | None = None
-        self._open = -1
+        self._root, self._open = "", -1
 
     async def open(self) -> None:
         """Make the folder; see `Sandbox.open`."""
-        if missing := [tool for tool in ("prlimit", "sh") if shutil.which(tool) is None]:
-            raise SandboxError(f"the subprocess sandbox needs {' and '.join(missing)}: apt install util-linux")
-        self.folder = tempfile.mkdtemp(prefix="spmd_rl-box-")
+        if missing := [tool for tool in ("prlimit", "timeout", "sh") if shutil.which(tool) is None]:
+            raise SandboxError(
+                f"the subprocess sandbox needs {' and '.join(missing)}: apt install util-linux coreutils"
+            )
+        self._root = tempfile.mkdtemp(prefix="spmd_rl-box-")
+        self.folder, self._bin = f"{self._root}/work", f"{self._root}/bin"
+        os.mkdir(self.folder)
+        os.mkdir(self._bin)
+        for name in ("python", "python3"):
+            os.symlink(python(sys.base_prefix), f"{self._bin}/{name}")
         self._open = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     async def exec(self, command: Command, *, timeout_s: float = TIMEOUT_S, stdin: bytes | str = b"") -> Result:
@@ -58,7 +67,7 @@ class PlainBox(Sandbox):
             if (result := refused(argv)) is not None:
                 return result
             # The number of processes is counted for the whole user, who has others: no limit here.
-            limited = [*prlimit(self._limits, processes=None), *argv]
+            limited = [*_timeout(timeout_s + LATER_S), *prlimit(self._limits, processes=None), *argv]
             start = Start(limited, self._environment(), end_group, self.folder, watch=self._watch)
             keep = self._limits.output_kb * 1024
             self._program = Program(start, timeout_s=timeout_s, stdin=as_bytes(stdin), keep=keep)
@@ -76,28 +85,32 @@ class PlainBox(Sandbox):
 
     async def close(self) -> None:
         """End what runs, remove the folder; see `Sandbox.close`."""
-        if self._open < 0:
-            return
-        os.close(self._open)
-        self._open = -1
+        if self._open >= 0:
+            os.close(self._open)
+            self._open = -1
         try:
             if self._program is not None:
                 await self._program.stop()
         finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._root:
+                shutil.rmtree(self._root, ignore_errors=True)
 
     def _check_open(self) -> None:
         if self._open < 0:
             raise SandboxError("the box is closed, or was never opened")
 
     def _environment(self) -> dict[str, str]:
-        path = f"{Path(sys.base_prefix, 'bin')}:{os.environ.get('PATH', os.defpath)}"
+        path = f"{self._bin}:{os.environ.get('PATH', os.defpath)}"
         return {"PATH": path, "HOME": self.folder, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
 
     def _watch(self, pid: int) -> Killed:
         if uses_more(pid, self._limits.memory_mb * MB):
             return "memory"
         return "folder" if _overfull(self.folder, self._limits) else ""
+
+
+def _timeout(seconds: float) -> list[str]:
+    return ["timeout", "--signal=KILL", f"{seconds:.3f}"]
 
 
 def _overfull(folder: str, limits: Limits) -> bool:

@@ -100,8 +100,7 @@ class Program:
         self._killed: Killed = ""
         self._began = self._loop.time()
         self._ended: asyncio.Future[Ended] = self._loop.create_future()
-        self._popen, self._streams, self._feed = _started(start, bool(stdin))
-        self._pidfd = os.pidfd_open(self._popen.pid)
+        self._popen, self._pidfd, self._streams, self._feed = _started(start, bool(stdin))
         self._loop.add_reader(self._pidfd, self._exited)
         for stream, kept in zip(self._streams, self._kept, strict=True):
             self._loop.add_reader(stream, self._readable, stream, kept)
@@ -204,12 +203,17 @@ def end_group(pid: int) -> bool:
     return True
 
 
-def _started(start: Start, fed: bool) -> tuple[subprocess.Popen[bytes], tuple[int, int], int | None]:
-    """The program in a session of its own, our ends of its stdout and stderr, and of its stdin where there is one."""
-    pipes = [os.pipe(), os.pipe(), *([os.pipe()] if fed else [])]
-    ours = [read for read, _ in pipes[:2]] + [write for _, write in pipes[2:]]
-    theirs = [write for _, write in pipes[:2]] + [read for read, _ in pipes[2:]]
+def _started(start: Start, fed: bool) -> tuple[subprocess.Popen[bytes], int, list[int], int | None]:
+    """The program in a session of its own, its pidfd, and our ends of its stdout and stderr, and of its stdin if `fed`.
+
+    SandboxError when the system gives us no process or no descriptors; nothing is left then.
+    """
+    pipes: list[tuple[int, int]] = []
+    popen = None
     try:
+        for _ in range(3 if fed else 2):
+            pipes.append(os.pipe())
+        theirs = [write for _, write in pipes[:2]] + [read for read, _ in pipes[2:]]
         if start.owner is not None:
             for descriptor in theirs:
                 os.fchown(descriptor, start.owner, start.owner)
@@ -224,13 +228,18 @@ def _started(start: Start, fed: bool) -> tuple[subprocess.Popen[bytes], tuple[in
             umask=0o022,
             start_new_session=True,
         )
+        pidfd = os.pidfd_open(popen.pid)
     except OSError as error:
-        for descriptor in ours:
+        for descriptor in sum(pipes, ()):
             os.close(descriptor)
+        if popen is not None:
+            start.end(popen.pid)
+            popen.kill()
+            popen.wait()
         raise SandboxError(f"can't start {os.fsdecode(start.argv[0])}: {error}") from error
-    finally:
-        for descriptor in theirs:
-            os.close(descriptor)
+    ours = [read for read, _ in pipes[:2]] + [write for _, write in pipes[2:]]
+    for descriptor in theirs:
+        os.close(descriptor)
     for descriptor in ours:
         os.set_blocking(descriptor, False)
-    return popen, (ours[0], ours[1]), ours[2] if fed else None
+    return popen, pidfd, ours[:2], ours[2] if fed else None
