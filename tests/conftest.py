@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +19,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         yield dist.group.WORLD
         dist.destroy_process_group()
+
+# Machines are shared: how long an example takes says nothing about the code.
+settings.register_profile("shared machines", deadline=None)
+settings.load_profile("shared machines")

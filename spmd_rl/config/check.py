@@ -224,6 +224,8 @@ def _room(c: Config) -> Iterator[str]:
 def _serve(c: Config) -> Iterator[str]:
     if not c.serve.host:
         yield "serve.host is empty: 127.0.0.1 serves this machine alone, 0.0.0.0 any that can reach it"
+    if not (c.serve.key.isascii() and c.serve.key.isprintable()) or " " in c.serve.key:
+        yield "serve.key holds spaces or characters that no header takes: use letters and digits, or leave it empty"
     if c.serve.port > 65535:
         yield f"serve.port = {c.serve.port}: must be 65535 or less"
 

@@ -71,11 +71,6 @@ class Session:
         """ok; truncated: a reply hit a limit, or there was no room for one; failed: one was aborted."""
         return max((self._status, *(history.status for history in self._histories)), key=_WORST.index)
 
-    @property
-    def replies(self) -> int:
-        """Replies that were asked for."""
-        return self._replies
-
     def samples(self) -> tuple[Sample, ...]:
         """One per history in which something was sampled, in the order in which they began."""
         return tuple(sample for history in self._histories for sample in history.samples())
