@@ -20,6 +20,7 @@ def group() -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
         dist.destroy_process_group()
 
+
 # Machines are shared: how long an example takes says nothing about the code.
 settings.register_profile("shared machines", deadline=None)
 settings.load_profile("shared machines")
