@@ -65,6 +65,7 @@ def engine_arguments(config: Config, folder: str, device: torch.device) -> dict[
         "enforce_eager": device.type == "cpu",
         "disable_log_stats": True,
         "enable_prefix_caching": True,
+        "enable_sleep_mode": device.type == "cuda" and sleeps(config),
         "block_size": 32 if device.type == "cpu" else None,  # the CPU's default of 128 would cache no short prefix
     }
     owned = {
@@ -81,6 +82,11 @@ def engine_arguments(config: Config, folder: str, device: torch.device) -> dict[
     }
     arguments = {**defaults, **config.inference.vllm, **owned}
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def sleeps(config: Config) -> bool:
+    """Whether the engine gives its memory back while others use its device."""
+    return config.deployment.placement == "colocated" and config.deployment.release_memory
 
 
 def model_runner(engine: Any) -> Any:

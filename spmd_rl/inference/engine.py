@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from spmd_rl.inference.build import model_runner
+from spmd_rl.inference.memory import EngineMemory
 from spmd_rl.inference.noise import SEED_KEY
 from spmd_rl.inference.swap import checked, swap_weights
 from spmd_rl.models.hf_folder import tensor_shapes
@@ -65,6 +66,8 @@ class Engine:
         self._live: dict[str, _Request] = {}
         self._probe: _Probe | None = None
         self._arrivals = 0
+        self._memory, self._asleep = EngineMemory(llm), False
+        self._held: list[tuple[Generate, Partial | None]] = []  # asked, and what was generated, while it sleeps
         self.steps, self.step_s, self.tokens = 0, 0.0, 0
 
     @property
@@ -90,10 +93,12 @@ class Engine:
         """Queue a request; `Refused` says why the engine will not take it."""
         from vllm.exceptions import VLLMClientError  # no ValueError: vLLM has its own hierarchy
 
-        begun = request.begun or _nothing(request.id, request.salt or f"v{self.version}")
         try:
             self._check_vocabulary(request.tokens)
-            self._begin(request, begun)
+            if self._asleep:
+                self._held.append((request, request.begun))
+            else:
+                self._begin(request, request.begun)
         except (VLLMClientError, ValueError, TypeError) as error:
             return Refused(request.id, f"{type(error).__name__}: {error}")
         return None
@@ -105,22 +110,49 @@ class Engine:
         older versions and the prefix cache are gone. An engine that is given the same in `Generate.begun` goes on
         bit for bit alike.
         """
+        if self._asleep:  # there is no KV, and all requests wait already
+            return [begun for _, begun in self._held if begun is not None]
+        held = self._take_out()
+        for asked, partial in held:
+            self._begin(asked, partial)
+        return [partial for _, partial in held]
+
+    def sleep(self) -> None:
+        """Give its memory back; the next `swap` wakes it. Requests in flight, and those that come, wait until then.
+
+        They begin anew behind their tokens, with the new weights.
+        """
+        if not self._asleep:
+            self._held = list(self._take_out())
+            self._memory.release()
+            self._asleep = True
+
+    def _take_out(self) -> list[tuple[Generate, Partial]]:
+        """Empty vLLM of requests and of KV; what was asked and what there is of it, in order of admission."""
         live = list(self._live.values())
-        partials = [self._partial(request) for request in live]
+        held = [(request.asked, self._partial(request)) for request in live]
         self._llm.abort_request([request.handle for request in live], internal=True)
+        self._live.clear()
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the engine's KV cache could not be reset: something still holds blocks of it")
-        for request, partial in zip(live, partials, strict=True):
-            self._begin(request.asked, partial)
-        return partials
+        return held
+
+    def _wake(self) -> None:
+        self._memory.take_cache()
+        self._asleep, held, self._held = False, self._held, []
+        for asked, begun in held:
+            self._begin(asked, begun)
 
     def cancel(self, id: int) -> Generated | None:
         """Forget a request; None if it is not in flight (any more)."""
         request = self._live.pop(f"g{id}", None)
-        if request is None:
+        held = [entry for entry in self._held if entry[0].id == id]
+        if request is None and not held:
             return None
-        self._llm.abort_request([request.handle], internal=True)
-        empty = _nothing(id, request.begun.salt)
+        if request is not None:
+            self._llm.abort_request([request.handle], internal=True)
+        self._held = [entry for entry in self._held if entry[0].id != id]
+        empty = _nothing(id, request.begun.salt if request is not None else "")
         return Generated(id, empty.tokens, empty.logprobs, empty.versions, "aborted", empty.salt)
 
     def probe(self, sequences: list[np.ndarray]) -> None:
@@ -144,11 +176,17 @@ class Engine:
     def swap(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], names: list[str]) -> None:
         """Replace the weights between two steps; requests in flight go on with them on their old KV cache.
 
+        An engine that sleeps wakes up.
+
         WeightsError when `tensors` are not exactly `names`, have other shapes than the model folder's, or do not cover
         the engine's model.
         """
+        if self._asleep:
+            self._memory.take_weights()
         swap_weights(self._runner, checked(tensors, names, self._shapes))
         self.version = version
+        if self._asleep:
+            self._wake()
         for request in self._live.values():
             done = self._scheduler.requests[request.handle].num_output_tokens
             if request.spans[-1][0] == done:
@@ -182,11 +220,12 @@ class Engine:
         prompt = {"prompt_token_ids": tokens.tolist(), "cache_salt": salt}
         return self._llm.add_request(name, prompt, params, arrival_time=float(self._arrivals), priority=priority)
 
-    def _begin(self, asked: Generate, begun: Partial) -> None:
+    def _begin(self, asked: Generate, begun: Partial | None) -> None:
         """Give vLLM a request: what was generated already stands in its prompt."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        begun = begun or _nothing(asked.id, asked.salt or f"v{self.version}")
         params = SamplingParams(
             temperature=asked.temperature,
             max_tokens=asked.max_tokens - len(begun.tokens),

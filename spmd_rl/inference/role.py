@@ -8,7 +8,10 @@ it is about to do, so that every rank's scheduler takes the same step.
 What becomes of requests in flight when weights are swapped (`weights.mode`): they go on with their KV cache
 (in_flight), they are finished first while new ones wait (drain), or they begin anew behind their tokens (recompute).
 
-It refuses to know about tasks, rewards and trainers.
+A replica may have guests on its accelerators, who have their turns between two of its steps (`Interludes`): all ranks
+of the replica take such a turn together, when the leader says so.
+
+It refuses to know about tasks, rewards and trainers, and what its guests do.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import queue
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -48,6 +52,28 @@ IDLE_S = 1.0  # an idle leader looks up this often, so that its watchdog sees pr
 LOAD_EVERY_S = 0.25
 
 
+class Interludes(Protocol):
+    """What else a rank does between two steps of its engine; the same sequence on all ranks of a replica."""
+
+    @property
+    def waiting(self) -> bool:
+        """One has come."""
+
+    @property
+    def done(self) -> int:
+        """How many were carried out."""
+
+    def carry_out(self, deadline_s: float) -> None:
+        """The next one; waits for it."""
+
+    def finish(self, deadline_s: float) -> None:
+        """All that are left, to the last."""
+
+
+class Knocked:
+    """Put into the leader's inbox when an interlude has come, so that an idle engine wakes up."""
+
+
 @dataclass(frozen=True)
 class Arrived:
     """Put into the leader's inbox by the receiver's thread, so that an idle engine wakes up."""
@@ -56,10 +82,11 @@ class Arrived:
 
 
 class Turn(msgspec.Struct):
-    """What all ranks of a replica do next, in this order: swap, decisions, one step."""
+    """What all ranks of a replica do next, in this order: swap, decisions, an interlude, one step."""
 
     decisions: list[Decision] = []
     swap: int = -1  # policy version to swap in; -1 = none
+    interlude: bool = False
     step: bool = False
 
 
@@ -91,10 +118,12 @@ def run(world: World) -> None:
 
 
 class ReplicaRank:
-    """One rank of a replica; `clock` is None on followers."""
+    """One rank of a replica; `clock` is None on followers, `interludes` where it has no guests."""
 
-    def __init__(self, world: World, engine: Engine, clock: Leader | None) -> None:
-        self._world, self._engine, self._clock = world, engine, clock
+    def __init__(
+        self, world: World, engine: Engine, clock: Leader | None, interludes: Interludes | None = None
+    ) -> None:
+        self._world, self._engine, self._clock, self._interludes = world, engine, clock, interludes
         self._replica = world.mesh.replica_of(world.rank)
         members = world.mesh.engines[self._replica]
         cmd = world.groups[f"replica_cmd/{self._replica}"]
@@ -138,9 +167,11 @@ class ReplicaRank:
         if self._arrived and not self._engine.probing and not (self._drains and self._engine.busy):
             swap = self._pulling.version
             decisions, self._held = [*self._held, *decisions], []
+        if self._interludes is not None and self._interludes.waiting and not self._engine.probing:
+            return self._say_and_do(Turn(decisions, swap, interlude=True))
         # Requests of this turn make the engine busy; followers come to the same answer.
         step = self._engine.busy or swap >= 0 or any(isinstance(d, Generate) for d in decisions)
-        return self._say_and_do(Turn(decisions, swap, step))
+        return self._say_and_do(Turn(decisions, swap, step=step))
 
     def _tick(self, decisions: list[Decision], tick: Tick) -> bool:
         """A whole tick of lockstep: what came, the swaps that belong here, and its steps. False at the end."""
@@ -159,6 +190,10 @@ class ReplicaRank:
                 self._say_and_do(Turn(step=True))
             self._begin_pull(held)
             self._say_and_do(Turn(held))
+        while going and self._interludes is not None and self._interludes.done < tick.orders:
+            while self._engine.probing:
+                self._say_and_do(Turn(step=True))
+            self._say_and_do(Turn(interlude=True))
         for _ in range(tick.steps if going else 0):
             self._say_and_do(Turn(step=self._engine.busy))
         return going
@@ -179,7 +214,7 @@ class ReplicaRank:
             decisions.append(self._pulling)
 
     def _say_and_do(self, turn: Turn) -> bool:
-        if self._down and (turn.decisions or turn.swap >= 0 or turn.step):
+        if self._down and (turn.decisions or turn.swap >= 0 or turn.interlude or turn.step):
             self._tell_followers(turn)
         return self._do(turn)
 
@@ -195,6 +230,7 @@ class ReplicaRank:
         """Everything that has come down; waits only while there is nothing to step, in lockstep for a whole tick."""
         decisions: list[Decision] = []
         waits = not self._engine.busy and not self._arrived and (self._pulling is not None or not self._pulls)
+        waits = waits and not (self._interludes is not None and self._interludes.waiting)
         while True:
             block = self._lockstep or (waits and not decisions)
             try:
@@ -209,6 +245,8 @@ class ReplicaRank:
                 continue
             if isinstance(item, Arrived):
                 self._arrived, waits = not self._lockstep, False  # in lockstep a swap waits for its tick instead
+            elif isinstance(item, Knocked):
+                waits = False
             else:
                 decisions.append(item)
             if isinstance(item, Tick | Stop):
@@ -237,7 +275,11 @@ class ReplicaRank:
                 case Stop():
                     if self._receiver:
                         self._receiver.close(self._world.config.deadlines.step_s)
+                    if self._interludes is not None:
+                        self._interludes.finish(self._world.config.deadlines.step_s)
                     return False
+        if turn.interlude:
+            self._interludes.carry_out(self._world.config.deadlines.step_s)
         if turn.step and self._engine.busy:
             phase = "prefill" if self._engine.prefills else "engine step"
             with self._world.watchdog.stage(phase, self._world.config.deadlines.step_s):

@@ -41,10 +41,11 @@ class Link:
         replicas: how many engine leaders of the policy there are (the members of the clock behind the trainer's).
         trainers: how many trainer ranks there are; 0 where a model is only asked.
         frozen: how many leaders of a teacher's engines there are (replicas from number `replicas` on).
+        colocated: the ranks that train are those of the policy's replicas, so the first leader speaks for both.
     """
 
-    def __init__(self, replicas: int, trainers: int, frozen: int = 0) -> None:
-        self.replicas, self.trainers, self.frozen = replicas, trainers, frozen
+    def __init__(self, replicas: int, trainers: int, frozen: int = 0, colocated: bool = False) -> None:
+        self.replicas, self.trainers, self.frozen, self.colocated = replicas, trainers, frozen, colocated
         self.loads: dict[int, EngineLoad] = {}  # newest counters by rank
         self.tokens = 0  # generated so far, as reported with finished requests
         self.heard = 0  # events so far that mean progress
@@ -95,7 +96,7 @@ class Link:
 
     def decide(self, replica: int, decision: Decision) -> None:
         """One decision to one replica, with the next tick."""
-        self._clock.decide(min(1, self.trainers) + replica, decision)
+        self._clock.decide((0 if self.colocated else min(1, self.trainers)) + replica, decision)
 
     def decide_all(self, decision: Decision) -> None:
         """One decision to every replica of the policy."""

@@ -49,6 +49,7 @@ TRAINER = 0  # the member whose events come from the trainer ranks
 POLL_S = 0.002  # how often the trainer is asked while everybody waits for it
 START_S = 0.02  # and everybody, while ranks are still being built
 
+FROM_TRAINER = (Trained, Sent, Saved, Exported)
 Named = tuple[type, object]  # kind of event, and which one
 
 
@@ -66,6 +67,7 @@ class Lockstep:
         orders: to the trainer ranks.
         deliver: takes (member, event) on the event loop.
         members: how many leaders there are, the trainer's included.
+        colocated: the first leader speaks for the trainer and for an engine, and orders belong to ticks.
     """
 
     def __init__(
@@ -76,10 +78,14 @@ class Lockstep:
         orders: Gives,
         deliver: Callable[[int, Event], None],
         members: int,
+        colocated: bool = False,
     ) -> None:
         self.tick = 0
         self._config, self._gate, self._exchanges, self._orders = config, gate, exchanges, orders
-        self._deliver, self._engines = deliver, range(1, members)
+        self._deliver, self._colocated = deliver, colocated
+        self._engines = range(0 if colocated else 1, members)
+        self._everybody = range(members)
+        self._given = 0  # orders
         self._pending: defaultdict[int, list[Decision]] = defaultdict(list)
         self._due: list[tuple[int, Named]] = []  # what the trainer will say, and at which tick it counts
         self._early: dict[Named, Event] = {}
@@ -112,6 +118,7 @@ class Lockstep:
                 self._expect(max(self.tick, self._free_at) + self._config.train_ticks, (Saved, folder))
             case Export(folder=folder):
                 self._expect(max(self.tick, self._free_at) + 1, (Exported, folder))
+        self._given += 1
         self._orders.give(orders)
 
     def stop(self) -> None:
@@ -138,17 +145,19 @@ class Lockstep:
             await self._gate.settle()
             pending, self._pending = self._pending, defaultdict(list)
             if self._stopping:
-                everybody = [TRAINER, *self._engines]
-                await self._exchange({member: [*pending[member], Stop()] for member in everybody})
+                await self._exchange({member: [*pending[member], Stop()] for member in self._everybody})
                 self.ended.set()
                 return
             fence, self._fence = self._fence, None
-            tail = [Fence(), Tick(self.tick, 0)] if fence else [Tick(self.tick, self._config.steps_per_tick)]
+            steps = 0 if fence else self._config.steps_per_tick
+            tail = [*([Fence()] if fence else []), Tick(self.tick, steps, self._given if self._colocated else 0)]
             answers = await self._exchange({member: [*_by_id(pending[member]), *tail] for member in self._engines})
             self.tick += 1
             partials = [p for _, event in answers if isinstance(event, Fenced) for p in event.partials]
             for member, event in answers:
-                if not isinstance(event, Fenced):
+                if isinstance(event, FROM_TRAINER):
+                    self._early[_name(event)] = event
+                elif not isinstance(event, Fenced):
                     self._deliver(member, event)
             await self._hear_trainer()
             if fence:
@@ -157,8 +166,8 @@ class Lockstep:
     async def _start(self) -> None:
         """Until every leader has built what it is."""
         ready = 0
-        while ready < 1 + len(self._engines):
-            for member, event in await self._exchange({member: [] for member in (TRAINER, *self._engines)}):
+        while ready < len(self._everybody):
+            for member, event in await self._exchange({member: [] for member in self._everybody}):
                 ready += isinstance(event, Ready)
                 self._deliver(member, event)
             await asyncio.sleep(START_S)
@@ -167,10 +176,8 @@ class Lockstep:
         """Deliver what is due by now, in the order in which it was ordered; wait for it if need be."""
         due = [name for tick, name in self._due if tick <= self.tick]
         self._due = [(tick, name) for tick, name in self._due if tick > self.tick]
-        while due:
+        while not all(name in self._early for name in due):
             self._early |= {_name(event): event for _, event in await self._exchange({TRAINER: []})}
-            if all(name in self._early for name in due):
-                break
             await asyncio.sleep(POLL_S)
         for name in due:
             self._deliver(TRAINER, self._early.pop(name))

@@ -99,7 +99,7 @@ async def _orchestrate(
     from spmd_rl.world.orders import Dispatcher
 
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
-    link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen))
+    link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen), mesh.colocated)
     orders = Dispatcher(world.groups["data"], [f"rank {rank} (trainer)" for rank in mesh.trainers], watchdog.fail)
     gate = OrderedGate(asyncio.get_running_loop()) if config.clock.mode == "lockstep" else Gate()
     ready = expect_ready(link, len(mesh.leaders))
@@ -137,7 +137,7 @@ def _start_clock(world: World, link: Link, orders: Dispatcher, gate: Gate) -> tu
     members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
     if isinstance(gate, OrderedGate):
         metronome = Metronome(world.groups["ctl"], members, watchdog.tick)
-        lockstep = Lockstep(config.clock, gate, metronome, orders, link.deliver, len(members))
+        lockstep = Lockstep(config.clock, gate, metronome, orders, link.deliver, len(members), mesh.colocated)
         link.connect(lockstep, lockstep)
         return lockstep, lambda: asyncio.wait_for(lockstep.ended.wait(), config.deadlines.step_s)
     period_s = config.clock.period_ms / 1e3

@@ -67,7 +67,8 @@ class Versions:
         """Send `version` from the trainer ranks to all replicas, beside everything else."""
         self._books[version] = _Version()
         self._link.order_all(Send(version, self._probe))
-        self._link.decide_all(Pull(version, self._probe))
+        if not self._link.colocated:  # there the same ranks carry out both: what is sent is what is served
+            self._link.decide_all(Pull(version, self._probe))
 
     async def wait_everywhere(self, version: int) -> None:
         """Until all replicas serve `version`."""

@@ -102,6 +102,10 @@ class Learner:
             for frozen, parameter in zip(self._reference.parameters(), self.model.parameters(), strict=True):
                 frozen.copy_(parameter)
 
+    def free_gradients(self) -> None:
+        """The memory of the last step's gradients, which the next one would reuse."""
+        self._optimizer.zero_grad(set_to_none=True)
+
     def step(self, minibatches: Sequence[Sequence[Row]], lr: float, train_policy: bool = True) -> dict[str, float]:
         """One optimizer step per minibatch, over this rank's rows; collective, equally many rows on every rank.
 

@@ -117,31 +117,35 @@ class TrainerRank:
         while True:
             started = time.perf_counter()
             order = next(orders)
-            waited_s = time.perf_counter() - started
-            with self._world.watchdog.stage(type(order).__name__.lower(), self._deadline_s):
-                match order:
-                    case Train():
-                        self._train(order, waited_s)
-                    case Validate():
-                        metrics = self._learner.validate([Row(**columns) for columns in order.rows])
-                        self.tell(Validated(order.step, metrics))
-                    case FreshOptimizer():
-                        self._learner.start_rl()
-                    case Send():
-                        self._send(order)
-                    case Export():
-                        self._learner.export(order.folder)
-                        self.tell(Exported(order.folder))
-                    case Save():
-                        self._save(order)
-                    case Restore():
-                        self._checkpoints.wait()
-                        self._checkpoints.load(order.folder, self._learner.checkpoint_parts())
-                    case Stop():
-                        self._checkpoints.wait()
-                        if self._sender:
-                            self._sender.close(self._deadline_s)
-                        return
+            self.carry_out(order, time.perf_counter() - started)
+            if isinstance(order, Stop):
+                return
+
+    def carry_out(self, order: Order, waited_s: float) -> None:
+        """One order; `waited_s` is how long this rank had nothing to do before it."""
+        with self._world.watchdog.stage(type(order).__name__.lower(), self._deadline_s):
+            match order:
+                case Train():
+                    self._train(order, waited_s)
+                case Validate():
+                    metrics = self._learner.validate([Row(**columns) for columns in order.rows])
+                    self.tell(Validated(order.step, metrics))
+                case FreshOptimizer():
+                    self._learner.start_rl()
+                case Send():
+                    self._send(order)
+                case Export():
+                    self._learner.export(order.folder)
+                    self.tell(Exported(order.folder))
+                case Save():
+                    self._save(order)
+                case Restore():
+                    self._checkpoints.wait()
+                    self._checkpoints.load(order.folder, self._learner.checkpoint_parts())
+                case Stop():
+                    self._checkpoints.wait()
+                    if self._sender:
+                        self._sender.close(self._deadline_s)
 
     def _train(self, order: Train, waited_s: float) -> None:
         config = self._world.config

@@ -1,8 +1,9 @@
 """One global device mesh: which rank plays which role, and every process group there will be.
 
 `Mesh.build(config, world_size)` is a pure function of its arguments: it can be printed on a laptop for a cluster that
-does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks. The last
-replicas may be frozen: they serve a teacher and never get new weights.
+does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks. Placed
+together (`deployment.placement = "colocated"`), the same ranks train and infer in turns. The last replicas may be
+frozen: they serve a teacher and never get new weights.
 
 It refuses to know about torch, hosts and devices; `groups.py` makes the groups it lists, in the order it lists them.
 """
@@ -14,7 +15,7 @@ from typing import Literal
 
 from spmd_rl.config.tree import Config
 
-Role = Literal["orchestrator", "trainer", "inference"]
+Role = Literal["orchestrator", "trainer", "inference", "colocated"]
 
 
 class MeshError(ValueError):
@@ -52,6 +53,8 @@ class Mesh:
     def build(cls, config: Config, world_size: int) -> Mesh:
         """Assign roles. MeshError says which numbers do not fit and what to change."""
         deployment, tp = config.deployment, config.inference.tp
+        if deployment.placement == "colocated":
+            return cls._together(config, world_size)
         train, infer, teacher = deployment.train_ranks, deployment.infer_ranks, deployment.teacher_ranks
         free = world_size - 1 - teacher
         for key, count in (("infer_ranks", infer), ("teacher_ranks", teacher)):
@@ -80,6 +83,25 @@ class Mesh:
         return cls(world_size, tuple(range(1, 1 + train)), replicas[: infer // tp], replicas[infer // tp :])
 
     @classmethod
+    def _together(cls, config: Config, world_size: int) -> Mesh:
+        """Every rank behind the orchestrator trains and infers, but those of a teacher."""
+        deployment, tp = config.deployment, config.inference.tp
+        teacher = deployment.teacher_ranks
+        both = world_size - 1 - teacher
+        asked = deployment.train_ranks or deployment.infer_ranks or both
+        if teacher % tp or both < tp or both % tp or both != asked or deployment.infer_ranks not in (0, both):
+            raise MeshError(
+                f"{world_size} ranks do not fit: 1 orchestrator + {both} ranks that train and infer in turns"
+                f"{f' + {teacher} teacher ranks' if teacher else ''} (deployment.placement = 'colocated', train_ranks "
+                f"= {deployment.train_ranks}, infer_ranks = {deployment.infer_ranks}, inference.tp = {tp}). Leave "
+                f"train_ranks and infer_ranks 0, or both at the same number, and start {cls.smallest(config)} "
+                f"processes, or more by a multiple of tp."
+            )
+        shared = tuple(range(1, 1 + both))
+        replicas = tuple(tuple(range(i, i + tp)) for i in range(1, world_size, tp))
+        return cls(world_size, shared, replicas[: both // tp], replicas[both // tp :])
+
+    @classmethod
     def all_train(cls, world_size: int) -> Mesh:
         """Supervised training: every rank trains, rank 0 too; nobody infers or orchestrates."""
         return cls(world_size, tuple(range(world_size)), ())
@@ -88,6 +110,13 @@ class Mesh:
     def smallest(config: Config) -> int:
         """The fewest ranks that the config can run on."""
         deployment = config.deployment
+        if deployment.placement == "colocated":
+            both = max(deployment.train_ranks, deployment.infer_ranks)
+            return (
+                1
+                + (-(-both // config.inference.tp) * config.inference.tp or config.inference.tp)
+                + deployment.teacher_ranks
+            )
         engines = (deployment.infer_ranks or config.inference.tp) + deployment.teacher_ranks
         return 1 + (deployment.train_ranks or 1) + engines
 
@@ -105,12 +134,17 @@ class Mesh:
     def role(self, rank: int) -> Role:
         """The role of a global rank."""
         if rank in self.trainers:
-            return "trainer"
+            return "colocated" if self.colocated else "trainer"
         return "orchestrator" if rank == 0 else "inference"
 
     def replica_of(self, rank: int) -> int:
         """Which of `engines` an inference rank belongs to."""
         return next(i for i, ranks in enumerate(self.engines) if rank in ranks)
+
+    @property
+    def colocated(self) -> bool:
+        """Whether the ranks that train also infer."""
+        return bool(self.replicas) and self.replicas[0][0] in self.trainers
 
     @property
     def engines(self) -> tuple[tuple[int, ...], ...]:
@@ -130,13 +164,14 @@ class Mesh:
     @property
     def leaders(self) -> tuple[int, ...]:
         """The ranks that take part in ticks with rank 0."""
-        return (*self.trainers[:1], *self.engine_leaders)
+        return tuple(dict.fromkeys((*self.trainers[:1], *self.engine_leaders)))
 
     def groups(self) -> tuple[GroupSpec, ...]:
         """All groups with members of several ranks, in the one order in which every rank makes them.
 
         One `weights/i` group per trainer rank: it is the root of every broadcast there, so senders never wait for
-        each other and a bucket reaches just the ranks that need it.
+        each other and a bucket reaches just the ranks that need it. Ranks that do both need none: their weights are
+        copied inside the process.
         """
         own = [GroupSpec("trainer", self.trainers, "device"), GroupSpec("ckpt", self.trainers, "host")]
         if not self.replicas:
@@ -144,7 +179,8 @@ class Mesh:
         specs = [GroupSpec("ctl", (0, *self.leaders), "host")]
         if self.trainers:
             specs.append(GroupSpec("data", (0, *self.trainers), "host"))
-        specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(self.trainers)]
+        senders = () if self.colocated else self.trainers
+        specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(senders)]
         for i, replica in enumerate(self.engines):
             specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
         return (*specs, *own) if self.trainers else tuple(specs)
@@ -153,7 +189,10 @@ class Mesh:
         """A few lines for people."""
         lines = [f"mesh of {self.world_size} rank{'s' * (self.world_size > 1)}"]
         lines += ["  rank 0            orchestrator"] if 0 not in self.trainers else []
-        lines += [f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}"] if self.trainers else []
+        turns = ", in turns with inference" if self.colocated else ""
+        lines += (
+            [f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}{turns}"] if self.trainers else []
+        )
         lines += [f"  {_span(r):<17} inference replica {i}, tp {len(r)}" for i, r in enumerate(self.replicas)]
         lines += [f"  {_span(r):<17} frozen replica {i}, tp {len(r)}" for i, r in enumerate(self.frozen)]
         return "\n".join(lines)

@@ -68,6 +68,7 @@ class Tick(Message, frozen=True):
 
     number: int
     steps: int
+    orders: int = 0  # where ranks train and infer in turns: so many orders, from the start, are carried out before them
 
 
 class Stop(Message, frozen=True):

@@ -19,11 +19,15 @@ SHORT = [
 ]
 TENSOR_PARALLEL = ["--deployment.infer-ranks", "2", "--inference.tp", "2"]
 STREAMING = ["--weights.staging", "buckets", "--weights.bucket-mb", "0.1"]  # of about 20 buckets
+COLOCATED = ["--deployment.placement", "colocated", "--deployment.train-ranks", "0", "--deployment.infer-ranks", "0"]
 HF = ["--deployment.train-ranks", "2", "--trainer.model.impl", "hf"]
-LAYOUTS = {  # limit of k3, flags; all of 4 ranks
-    "two trainers with transformers' model, bucket by bucket": (1e-8, [*HF, *STREAMING]),
-    "tensor parallel, bucket by bucket": (1e-8, [*TENSOR_PARALLEL, *STREAMING]),
-    "tensor parallel again, in bfloat16": (1e-2, [*TENSOR_PARALLEL, "--trainer.model.dtype", "bfloat16"]),
+LAYOUTS = {  # number of ranks, limit of k3, flags
+    "two trainers with transformers' model, bucket by bucket": (4, 1e-8, [*HF, *STREAMING]),
+    "tensor parallel, bucket by bucket": (4, 1e-8, [*TENSOR_PARALLEL, *STREAMING]),
+    "tensor parallel again, in bfloat16": (4, 1e-2, [*TENSOR_PARALLEL, "--trainer.model.dtype", "bfloat16"]),
+    "train and infer in turns on one rank": (2, 1e-8, COLOCATED),
+    "in turns on two ranks, tensor parallel": (3, 1e-8, [*COLOCATED, "--inference.tp", "2"]),
+    "in turns, and the engine keeps its memory": (2, 1e-8, [*COLOCATED, "--deployment.no-release-memory"]),
 }
 
 
@@ -41,12 +45,16 @@ def test_a_layout_runs_and_agrees(name, model, tmp_path):
 
     The second tensor-parallel run finds nothing in its way that the first one left in shared memory.
     """
-    limit, flags = LAYOUTS[name]
+    ranks, limit, flags = LAYOUTS[name]
     args = [*SHORT, *flags, "--model.name", model]
-    done = run(tmp_path / "run", args, 4, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    done = run(tmp_path / "run", args, ranks, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
     assert_agreement(done, 4, limit)
     staged, sent = done.versions[0]["weights/staging_bytes"], done.versions[0]["weights/bytes"]
-    assert 2 * 10**5 <= staged < 0.5 * sent if "bucket by bucket" in name else staged == sent
+    if "in turns" in name:
+        assert staged == 0 and sent > 10**6
+        assert "memory/train_gb" in done.phase("rl")[0]
+    else:
+        assert 2 * 10**5 <= staged < 0.5 * sent if "bucket by bucket" in name else staged == sent
     assert (done.folder / "hf" / "model.safetensors").exists()
 
 

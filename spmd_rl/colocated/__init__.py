@@ -1,0 +1,1 @@
+"""Ranks that train and infer in turns."""
