@@ -4,25 +4,32 @@
     torchrun --nproc-per-node 2 spmd_rl/main.py sft --config configs/sft.toml        [--KEY VALUE ...] [--dry-run]
     python spmd_rl/main.py eval|generate|serve --config FILE.toml --model.name FOLDER  [--KEY VALUE ...] [--dry-run]
 
-Without RANK in the environment it starts itself under torchrun, with the fewest processes that the config needs.
+Without RANK in the environment it starts itself under torchrun, with the fewest processes that the config needs; with
+NNODES there as one of several machines (launch/node.sh); and with a [slurm] table as a job of the cluster.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from threading import Thread
+from typing import Any, NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
-
+if __name__ == "__main__" and sys.argv[1:2] == ["doctor"]:  # first: it has to work where the imports below do not
+    sys.exit(import_module("spmd_rl.doctor.role").main(sys.argv[2:]))
 from spmd_rl.algorithms.check import check_algorithm  # noqa: E402
-from spmd_rl.config import Config, ConfigError, config_for, split_argv, to_toml  # noqa: E402
+from spmd_rl.config import Config, ConfigError, config_for, split_argv  # noqa: E402
+from spmd_rl.world.accelerators import spare_process  # noqa: E402
 from spmd_rl.world.error_file import write_error_file  # noqa: E402
-from spmd_rl.world.launcher import launch, take_nproc  # noqa: E402
+from spmd_rl.world.launcher import hear_sigterm, take_nproc  # noqa: E402
+from spmd_rl.world.meeting import MeetingError  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
+from spmd_rl.world.start import show, start  # noqa: E402
 
 # What rank 0 runs; the other ranks take the role that the mesh gives them.
 COMMANDS = {
@@ -39,21 +46,24 @@ def main(argv: list[str]) -> int:
     try:
         argv, nproc = take_nproc(argv)
         if not argv or argv[0] not in COMMANDS:
-            raise ConfigError([f"say what to do: main.py {{{','.join(COMMANDS)}}} --config FILE.toml"], "command line")
+            raise ConfigError([f"what to do: main.py {{{','.join(COMMANDS)},doctor}} --config FILE"], "command line")
         config = config_for(argv[0], argv[1:])
         if argv[0] == "rl":
             check_algorithm(config)
-        mesh = Mesh.of(argv[0], config, int(os.environ.get("WORLD_SIZE", nproc)))
-    except (ConfigError, MeshError) as error:
+        dry_run = split_argv(argv[1:]).dry_run
+        if "RANK" not in os.environ:
+            return start(str(Path(__file__).resolve()), argv, config, nproc, dry_run)
+        hear_sigterm()
+        spare = spare_process(config.deployment.device, os.environ)
+        mesh = Mesh.of(argv[0], config, int(os.environ["WORLD_SIZE"]), spare)
+    except (ConfigError, MeshError, MeetingError) as error:
         write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2
-    if split_argv(argv[1:]).dry_run:
-        print(f"{to_toml(config)}\n{mesh.describe()}")
+    if dry_run:
+        print(show(config, mesh))
         return 0
-    if "RANK" not in os.environ:
-        return launch(str(Path(__file__).resolve()), argv, mesh.world_size, config.output_dir)
     run_rank(argv[0], config, mesh)
 
 
@@ -71,13 +81,19 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     watchdog.heed_signals(rank)
     try:
         world = World.join(config, mesh, watchdog)
-        output = redirect_rank_output(config.output_dir, rank, console=rank == 0)
+        output = redirect_rank_output(config.output_dir, rank, console=rank in config.log.console_ranks)
         folder = Path(config.output_dir) / "timeline"
         spans = Spans(folder / f"rank_{rank:05d}.jsonl" if config.log.timeline else None, rank, role, limit=50_000)
         watchdog.span, watchdog.tick = spans.span, partial(spans.add, "tick", track="clock")
         watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
-        module = COMMANDS[command] if rank == 0 or command == "sft" else f"spmd_rl.{role}.role"
-        import_module(module).run(world, *([output] if rank == 0 else []))
+        beside = None
+        if mesh.shares and rank == 0:
+            beside = orchestrate_beside(import_module(COMMANDS[command]).run, world.as_orchestrator(), output)
+        first = command == "sft" or (rank == 0 and not beside)
+        module = COMMANDS[command] if first else f"spmd_rl.{role}.role"
+        import_module(module).run(world, *([output] if first and rank == 0 else []))
+        if beside:
+            beside.join()
         spans.close()
         world.leave()
         if rank == 0 and config.log.timeline:
@@ -88,6 +104,21 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # interpreter shutdown would run destructors of groups whose peers are already gone
+
+
+def orchestrate_beside(run: Callable[[Any, Any], None], world: Any, output: Any) -> Thread:
+    """Rank 0 has another role too, and orchestrates on a thread, whose failure is the rank's."""
+
+    def guarded() -> None:
+        try:
+            run(world, output)
+        except BaseException as error:
+            world.watchdog.fail(error)
+
+    import_module("transformers")  # it puts another module in its place while it is imported: not for two threads
+    thread = Thread(target=guarded, name="orchestrator", daemon=True)
+    thread.start()
+    return thread
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.role import TrainerRank, build_learner, silent
 from spmd_rl.world.clock import Leader
 from spmd_rl.world.messages import Event, Order, Pulled, Ready, Restore, Send, Sent, Stop, Train, Trained, Validate
-from spmd_rl.world.pipe import Pipe
+from spmd_rl.world.pipe import pipe_from
 from spmd_rl.world.wire import decode
 from spmd_rl.world.world import World
 
@@ -40,7 +40,7 @@ def run(world: World) -> None:
     config, watchdog, mesh = world.config, world.watchdog, world.mesh
     replica = mesh.replica_of(world.rank)
     leads = world.rank == mesh.engines[replica][0]
-    clock = Leader(world.groups["ctl"], watchdog.fail, watchdog.tick) if leads else None
+    clock = Leader(world.groups["ctl"], watchdog.fail, watchdog.tick, world.up("ctl")) if leads else None
     if clock:
         clock.start()
     ledger = Ledger(world.device)
@@ -117,7 +117,7 @@ class Turns:
 
     def _receive(self) -> None:
         try:
-            pipe = Pipe(self._world.groups["data"], 0, "rank 0 (orchestrator)")
+            pipe = pipe_from(self._world.groups["data"], self._world.up("data"))
             order: Order | None = None
             while not isinstance(order, Stop):
                 order = decode(pipe.receive(), Order)

@@ -15,6 +15,7 @@ Patch list (checked on vLLM 0.30.0):
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
@@ -37,6 +38,9 @@ def swap_weights(model_runner: Any, tensors: Iterable[tuple[str, torch.Tensor]])
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    # It names every layer that got nothing, such as rotary embeddings, which no checkpoint holds; what matters of that
+    # is an error here.
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").setLevel(logging.ERROR)
     model = model_runner.get_model()
     aliases = _aliases(model)
     _forget_packed_experts(model)

@@ -100,7 +100,8 @@ async def _orchestrate(
 
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
     link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen), mesh.colocated)
-    orders = Dispatcher(world.groups["data"], [f"rank {rank} (trainer)" for rank in mesh.trainers], watchdog.fail)
+    names = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.trainers]
+    orders = Dispatcher(world.groups["data"], names, watchdog.fail, world.down("data"))
     gate = OrderedGate(asyncio.get_running_loop()) if config.clock.mode == "lockstep" else Gate()
     ready = expect_ready(link, len(mesh.leaders))
     steering = Steering(config.output_dir, progress.write)
@@ -136,12 +137,14 @@ def _start_clock(world: World, link: Link, orders: Dispatcher, gate: Gate) -> tu
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
     members = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.leaders]
     if isinstance(gate, OrderedGate):
-        metronome = Metronome(world.groups["ctl"], members, watchdog.tick)
+        metronome = Metronome(world.groups["ctl"], members, watchdog.tick, world.down("ctl"))
         lockstep = Lockstep(config.clock, gate, metronome, orders, link.deliver, len(members), mesh.colocated)
         link.connect(lockstep, lockstep)
         return lockstep, lambda: asyncio.wait_for(lockstep.ended.wait(), config.deadlines.step_s)
     period_s = config.clock.period_ms / 1e3
-    clock = Conductor(world.groups["ctl"], members, period_s, link.deliver, watchdog.fail, watchdog.tick)
+    clock = Conductor(
+        world.groups["ctl"], members, period_s, link.deliver, watchdog.fail, watchdog.tick, world.down("ctl")
+    )
     link.connect(clock, orders)
     clock.start()
     return None, lambda: asyncio.to_thread(clock.join, config.deadlines.step_s)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from spmd_rl.orchestrator.steering import Steering
@@ -13,6 +12,8 @@ from spmd_rl.orchestrator.steering import Steering
 
 class Hurries(Protocol):
     """The watchdog."""
+
+    on_signal: Callable[[str], object]  # hears the signals, on the main thread
 
     def hurry(self) -> None:
         """Somebody may be dead already: wait for nobody's sign of life for long."""
@@ -22,16 +23,14 @@ class Hurries(Protocol):
 @contextlib.contextmanager
 def stop_signals(steering: Steering, watchdog: Hurries) -> Iterator[None]:
     """Inside, the signals ask for the end: a checkpoint first. With SIGTERM somebody may be dead already."""
-    loop = asyncio.get_running_loop()
+    loop, before = asyncio.get_running_loop(), watchdog.on_signal
 
     def stop() -> None:
         watchdog.hurry()
         steering.stop()
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        loop.add_signal_handler(number, stop)
+    watchdog.on_signal = lambda name: loop.call_soon_threadsafe(stop)  # the loop may run on another thread
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            loop.remove_signal_handler(number)
+        watchdog.on_signal = before

@@ -41,7 +41,7 @@ from spmd_rl.world.messages import (
     Validate,
     Validated,
 )
-from spmd_rl.world.pipe import Pipe
+from spmd_rl.world.pipe import pipe_from
 from spmd_rl.world.weights import Sender
 from spmd_rl.world.wire import decode
 from spmd_rl.world.world import World
@@ -51,7 +51,7 @@ def run(world: World) -> None:
     """Build the learner and follow rank 0's orders until it says stop."""
     config, deadlines, watchdog = world.config, world.config.deadlines, world.watchdog
     index = world.mesh.trainers.index(world.rank)
-    clock = Leader(world.groups["ctl"], watchdog.fail, watchdog.tick) if index == 0 else None
+    clock = Leader(world.groups["ctl"], watchdog.fail, watchdog.tick, world.up("ctl")) if index == 0 else None
     if clock:
         clock.start()
     started = time.perf_counter()
@@ -77,7 +77,7 @@ def build_learner(world: World) -> Learner:
 
 def received_orders(world: World) -> Iterator[Order]:
     """Rank 0's orders, as they come."""
-    pipe = Pipe(world.groups["data"], 0, "rank 0 (orchestrator)")
+    pipe = pipe_from(world.groups["data"], world.up("data"))
     while True:
         with world.watchdog.stage("wait for an order"):
             order = decode(pipe.receive(), Order)

@@ -1,7 +1,8 @@
 """When supervised training ends early: rank 0 is asked, and every rank ends behind the same step.
 
-SIGTERM, SIGUSR1 and the stop file of `world/launcher.py` ask rank 0. Behind step k it writes down that step k + 1 is
-the last one, before it begins with it; no rank can complete step k + 1 without rank 0, so all of them read it in time.
+SIGTERM, SIGUSR1 and the stop file of `world/launcher.py` ask rank 0, a file also while the run starts. Behind step k it
+writes down that step k + 1 is the last one, before it begins with it; no rank can complete step k + 1 without rank 0, so
+all of them read it in time.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ class EarlyStop:
         self._key = f"spmd_rl/sft_stop/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._hurry, self._asked, self._last = hurry, False, -1
         self.stopped_at = -1
-        if rank == 0:
-            self._file.unlink(missing_ok=True)
 
     def heed_signals(self) -> None:
         """From now on rank 0 hears them."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spmd_rl.world.messages import Decision, Event, Stop, Tick
-from spmd_rl.world.pipe import Pipe
+from spmd_rl.world.pipe import Loopback, pipe_from, pipes_to
 from spmd_rl.world.wire import decode, encode
 
 MIN_GAP = 0.25  # of the period: shorter gaps between ticks cost engine throughput
@@ -52,6 +52,7 @@ class Conductor(threading.Thread):
         deliver: called on this thread with (member, event) for everything that comes up.
         fail: called on this thread with the error that ended the clock.
         record: told of every tick that carried something.
+        own: to the first member, where that is this rank itself.
     """
 
     def __init__(
@@ -62,9 +63,10 @@ class Conductor(threading.Thread):
         deliver: Callable[[int, Any], None],
         fail: Callable[[BaseException], None],
         record: Record = nobody,
+        own: Loopback | None = None,
     ) -> None:
         super().__init__(name="clock", daemon=True)
-        self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
+        self._pipes = pipes_to(group, names, own)
         self._period_s, self._deliver, self._fail, self._record = period_s, deliver, fail, record
         self._pending: list[list[Decision]] = [[] for _ in names]
         self._changed = threading.Condition()
@@ -120,12 +122,14 @@ class Metronome:
     """Rank 0's end in lockstep; called by one thread at a time.
 
     Args:
-        group, names, record: as `Conductor`'s.
+        group, names, record, own: as `Conductor`'s.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: list[str], record: Record = nobody) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, names: list[str], record: Record = nobody, own: Loopback | None = None
+    ) -> None:
         self._record = record
-        self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
+        self._pipes = pipes_to(group, names, own)
 
     def exchange(self, down: dict[int, list[Decision]]) -> list[tuple[int, Event]]:
         """Send to the members that `down` names (0 = the first after rank 0), and wait for what each of them answers.
@@ -150,14 +154,18 @@ class Leader(threading.Thread):
 
     `inbox` holds what came down, in order; `tell` queues an event for the next answer. The answer to a `Tick` waits
     until the main thread calls `ticked`. `record` is told of every tick that carried something, from the arrival of its
-    decisions on.
+    decisions on. `own`: to rank 0, where that is this rank itself.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, fail: Callable[[BaseException], None], record: Record = nobody
+        self,
+        group: dist.ProcessGroup,
+        fail: Callable[[BaseException], None],
+        record: Record = nobody,
+        own: Loopback | None = None,
     ) -> None:
         super().__init__(name="clock", daemon=True)
-        self._pipe = Pipe(group, 0, "rank 0 (orchestrator)")
+        self._pipe = pipe_from(group, own)
         self._fail, self._record = fail, record
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._ticked = threading.Semaphore(0)

@@ -2,8 +2,9 @@
 
 `Mesh.build(config, world_size)` is a pure function of its arguments: it can be printed on a laptop for a cluster that
 does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks. Placed
-together (`deployment.placement = "colocated"`), the same ranks train and infer in turns. The last replicas may be
-frozen: they serve a teacher and never get new weights.
+together (`deployment.placement = "colocated"`), the same ranks train and infer in turns. Where no process is to spare
+(`deployment.orchestrator`), rank 0 orchestrates on a thread beside its other role. The last replicas may be frozen:
+they serve a teacher and never get new weights.
 
 It refuses to know about torch, hosts and devices; `groups.py` makes the groups it lists, in the order it lists them.
 """
@@ -41,22 +42,26 @@ class Mesh:
     frozen: tuple[tuple[int, ...], ...] = ()  # of a teacher
 
     @classmethod
-    def of(cls, command: str, config: Config, world_size: int) -> Mesh:
-        """The mesh of `main.py COMMAND`; a world of 0 ranks stands for the fewest that will do. Raises MeshError."""
+    def of(cls, command: str, config: Config, world_size: int, spare: bool = True) -> Mesh:
+        """The mesh of `main.py COMMAND`; a world of 0 ranks stands for the fewest that will do. Raises MeshError.
+
+        spare: node 0 starts one process more than it has accelerators.
+        """
         if command == "sft":
             return cls.all_train(world_size or 1)
         if command == "rl":
-            return cls.build(config, world_size or cls.smallest(config))
+            return cls.build(config, world_size or cls.smallest(config), spare)
         return cls.all_infer(config, world_size or 1 + config.inference.tp)
 
     @classmethod
-    def build(cls, config: Config, world_size: int) -> Mesh:
+    def build(cls, config: Config, world_size: int, spare: bool = True) -> Mesh:
         """Assign roles. MeshError says which numbers do not fit and what to change."""
         deployment, tp = config.deployment, config.inference.tp
+        own = cls._own_orchestrator(config, world_size, spare)
         if deployment.placement == "colocated":
-            return cls._together(config, world_size)
+            return cls._together(config, world_size, own)
         train, infer, teacher = deployment.train_ranks, deployment.infer_ranks, deployment.teacher_ranks
-        free = world_size - 1 - teacher
+        free = world_size - own - teacher
         for key, count in (("infer_ranks", infer), ("teacher_ranks", teacher)):
             if count % tp:  # no number of processes helps
                 raise MeshError(
@@ -71,34 +76,47 @@ class Mesh:
             train = free - infer
         if train < 1 or infer < tp or infer % tp or train + infer != free:
             raise MeshError(
-                f"{world_size} ranks do not fit: 1 orchestrator + {train} trainer + {infer} inference ranks"
+                f"{world_size} ranks do not fit: {own} orchestrator + {train} trainer + {infer} inference ranks"
                 f"{f' + {teacher} teacher ranks' if teacher else ''} "
                 f"(deployment.train_ranks = {deployment.train_ranks}, deployment.infer_ranks = "
                 f"{deployment.infer_ranks}, inference.tp = {tp}). Start {cls.smallest(config)} processes, or change "
-                f"these keys so that 1 + train_ranks + infer_ranks{' + teacher_ranks' if teacher else ''} = "
+                f"these keys so that {own} + train_ranks + infer_ranks{' + teacher_ranks' if teacher else ''} = "
                 f"{world_size} with infer_ranks a multiple of tp."
             )
-        engines = range(1 + train, world_size)
+        engines = range(own + train, world_size)
         replicas = tuple(tuple(engines[i : i + tp]) for i in range(0, infer + teacher, tp))
-        return cls(world_size, tuple(range(1, 1 + train)), replicas[: infer // tp], replicas[infer // tp :])
+        return cls(world_size, tuple(range(own, own + train)), replicas[: infer // tp], replicas[infer // tp :])
+
+    @staticmethod
+    def _own_orchestrator(config: Config, world_size: int, spare: bool) -> int:
+        """1 where the orchestrator has a rank of its own, else 0."""
+        deployment = config.deployment
+        if deployment.orchestrator != "auto":
+            return int(deployment.orchestrator == "own")
+        train, infer = deployment.train_ranks, deployment.infer_ranks
+        together = deployment.placement == "colocated"
+        if (train or infer) if together else (train and infer):  # the numbers say it
+            others = (max(train, infer) if together else train + infer) + deployment.teacher_ranks
+            return int(world_size != others)
+        return int(spare)
 
     @classmethod
-    def _together(cls, config: Config, world_size: int) -> Mesh:
-        """Every rank behind the orchestrator trains and infers, but those of a teacher."""
+    def _together(cls, config: Config, world_size: int, own: int) -> Mesh:
+        """Every rank behind the orchestrator's own trains and infers, but those of a teacher."""
         deployment, tp = config.deployment, config.inference.tp
         teacher = deployment.teacher_ranks
-        both = world_size - 1 - teacher
+        both = world_size - own - teacher
         asked = deployment.train_ranks or deployment.infer_ranks or both
         if teacher % tp or both < tp or both % tp or both != asked or deployment.infer_ranks not in (0, both):
             raise MeshError(
-                f"{world_size} ranks do not fit: 1 orchestrator + {both} ranks that train and infer in turns"
+                f"{world_size} ranks do not fit: {own} orchestrator + {both} ranks that train and infer in turns"
                 f"{f' + {teacher} teacher ranks' if teacher else ''} (deployment.placement = 'colocated', train_ranks "
                 f"= {deployment.train_ranks}, infer_ranks = {deployment.infer_ranks}, inference.tp = {tp}). Leave "
                 f"train_ranks and infer_ranks 0, or both at the same number, and start {cls.smallest(config)} "
                 f"processes, or more by a multiple of tp."
             )
-        shared = tuple(range(1, 1 + both))
-        replicas = tuple(tuple(range(i, i + tp)) for i in range(1, world_size, tp))
+        shared = tuple(range(own, own + both))
+        replicas = tuple(tuple(range(i, i + tp)) for i in range(own, world_size, tp))
         return cls(world_size, shared, replicas[: both // tp], replicas[both // tp :])
 
     @classmethod
@@ -110,15 +128,13 @@ class Mesh:
     def smallest(config: Config) -> int:
         """The fewest ranks that the config can run on."""
         deployment = config.deployment
+        own = int(deployment.orchestrator != "shared")
         if deployment.placement == "colocated":
-            both = max(deployment.train_ranks, deployment.infer_ranks)
-            return (
-                1
-                + (-(-both // config.inference.tp) * config.inference.tp or config.inference.tp)
-                + deployment.teacher_ranks
-            )
+            tp = config.inference.tp
+            both = max(deployment.train_ranks, deployment.infer_ranks, 1)
+            return own + -(-both // tp) * tp + deployment.teacher_ranks
         engines = (deployment.infer_ranks or config.inference.tp) + deployment.teacher_ranks
-        return 1 + (deployment.train_ranks or 1) + engines
+        return own + (deployment.train_ranks or 1) + engines
 
     @classmethod
     def all_infer(cls, config: Config, world_size: int) -> Mesh:
@@ -145,6 +161,11 @@ class Mesh:
     def colocated(self) -> bool:
         """Whether the ranks that train also infer."""
         return bool(self.replicas) and self.replicas[0][0] in self.trainers
+
+    @property
+    def shares(self) -> bool:
+        """Whether rank 0 orchestrates beside another role."""
+        return bool(self.replicas) and 0 in self.trainers
 
     @property
     def engines(self) -> tuple[tuple[int, ...], ...]:
@@ -176,9 +197,9 @@ class Mesh:
         own = [GroupSpec("trainer", self.trainers, "device"), GroupSpec("ckpt", self.trainers, "host")]
         if not self.replicas:
             return tuple(own)
-        specs = [GroupSpec("ctl", (0, *self.leaders), "host")]
+        specs = [GroupSpec("ctl", tuple(dict.fromkeys((0, *self.leaders))), "host")]
         if self.trainers:
-            specs.append(GroupSpec("data", (0, *self.trainers), "host"))
+            specs.append(GroupSpec("data", tuple(dict.fromkeys((0, *self.trainers))), "host"))
         senders = () if self.colocated else self.trainers
         specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(senders)]
         for i, replica in enumerate(self.engines):
@@ -189,6 +210,7 @@ class Mesh:
         """A few lines for people."""
         lines = [f"mesh of {self.world_size} rank{'s' * (self.world_size > 1)}"]
         lines += ["  rank 0            orchestrator"] if 0 not in self.trainers else []
+        lines += ["  rank 0            orchestrator, on a thread beside what follows"] if self.shares else []
         turns = ", in turns with inference" if self.colocated else ""
         lines += (
             [f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}{turns}"] if self.trainers else []

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from spmd_rl.world.messages import Order, Stop
-from spmd_rl.world.pipe import Pipe
+from spmd_rl.world.pipe import Loopback, pipes_to
 from spmd_rl.world.wire import encode
 
 
@@ -24,11 +24,18 @@ class Dispatcher(threading.Thread):
         group: `data`; this rank is its member 0.
         names: who each other member of the group is, in group order.
         fail: called on this thread with the error that ended it.
+        own: to the first member, where that is this rank itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup, names: list[str], fail: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        names: list[str],
+        fail: Callable[[BaseException], None],
+        own: Loopback | None = None,
+    ) -> None:
         super().__init__(name="data", daemon=True)
-        self._pipes = [Pipe(group, member + 1, name) for member, name in enumerate(names)]
+        self._pipes = pipes_to(group, names, own)
         self._fail = fail
         self._queue: queue.SimpleQueue[list[Order]] = queue.SimpleQueue()
 

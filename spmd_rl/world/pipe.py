@@ -9,7 +9,8 @@ A pipe belongs to the one thread that owns its group.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import queue
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -85,3 +86,58 @@ class Pipe:
             yield
         except RuntimeError as error:
             raise PeerError(f"exchange with {self.name} failed: {error}") from error
+
+
+class Loopback:
+    """One end of a pipe between two threads of this rank, which orchestrates beside its other role."""
+
+    def __init__(self, inbox: queue.SimpleQueue[bytes], outbox: queue.SimpleQueue[bytes], timeout_s: float) -> None:
+        self._inbox, self._outbox, self._timeout_s = inbox, outbox, timeout_s
+
+    @classmethod
+    def both_ends(cls, timeout_s: float) -> tuple[Loopback, Loopback]:
+        """(the orchestrator's, the other role's)."""
+        down: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        up: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        return cls(up, down, timeout_s), cls(down, up, timeout_s)
+
+    def send_start(self, payload: bytes) -> list[dist.Work]:
+        """Never waits."""
+        self._outbox.put(payload)
+        return []
+
+    def send(self, payload: bytes) -> None:
+        """The same."""
+        self._outbox.put(payload)
+
+    def receive(self) -> bytes:
+        """Wait for the next message."""
+        return self.receive_finish(None)
+
+    def receive_start(self) -> None:
+        """Nothing to prepare."""
+
+    def receive_finish(self, work: None) -> bytes:
+        """Wait for the next message. PeerError when none comes."""
+        try:
+            return self._inbox.get(timeout=self._timeout_s)
+        except queue.Empty:
+            raise PeerError(f"the other thread of this rank said nothing for {self._timeout_s:g} s") from None
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Nothing to wait for."""
+
+
+AnyPipe = Pipe | Loopback
+
+
+def pipes_to(group: dist.ProcessGroup, names: Sequence[str], own: Loopback | None = None) -> list[AnyPipe]:
+    """From rank 0, the group's member 0, to everybody in `names`; where it is the first of them itself, by `own`."""
+    if own is None:
+        return [Pipe(group, member + 1, name) for member, name in enumerate(names)]
+    return [own, *(Pipe(group, member + 1, name) for member, name in enumerate(names[1:]))]
+
+
+def pipe_from(group: dist.ProcessGroup, own: Loopback | None = None) -> AnyPipe:
+    """To rank 0, the group's member 0; on rank 0 itself, `own`."""
+    return own or Pipe(group, 0, "rank 0 (orchestrator)")

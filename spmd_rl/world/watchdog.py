@@ -96,6 +96,8 @@ class Watchdog:
         self._host, self._pid, self._count = socket.gethostname(), os.getpid(), 0
         self._prefix = f"spmd_rl/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store: TCPStore | None = None
+        self._besides: list[Beside] = []
+        self.on_signal: Callable[[str], object] = lambda name: self.fail(Ended(name))  # of rank 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -124,7 +126,7 @@ class Watchdog:
             if rank:
                 signal.signal(number, lambda number, frame: self.hurry())
             else:
-                signal.signal(number, lambda number, frame: self.fail(Ended(signal.Signals(number).name)))
+                signal.signal(number, lambda number, frame: self.on_signal(signal.Signals(number).name))
 
     def hurry(self) -> None:
         """The run ends, perhaps because somebody is dead: from now on silence is noticed within `HURRY_S`."""
@@ -157,7 +159,12 @@ class Watchdog:
                 self._stage, self._deadline_s = before
             self._progress += 1
 
-    def fail(self, error: BaseException) -> NoReturn:
+    def beside(self, role: str) -> Beside:
+        """A second thread of this rank, with a role of its own, is to be watched too."""
+        self._besides.append(Beside(self, role))
+        return self._besides[-1]
+
+    def fail(self, error: BaseException, role: str = "", stage: str = "") -> NoReturn:
         """This rank failed: tell everybody, then leave. Callable from any thread.
 
         The error of a collective says that a peer is gone, so the judges first get the time to name that one.
@@ -167,7 +174,7 @@ class Watchdog:
         if _is_of_a_collective(error) and self._thread.is_alive():
             self._deadline_s = None
             self._thread.join(self.heartbeat_s + 4 * PERIOD_S)  # which ends this process when there is a verdict
-        self._condemn(Verdict(self.rank, self.rank, self.role, self._host, self._pid, self._stage, message, text))
+        self._condemn_self(role or self.role, stage or self._stage, message, text)
 
     # --- the thread ---------------------------------------------------------------------------------------------
 
@@ -186,6 +193,9 @@ class Watchdog:
                 last = now
                 for rank, known in seen.items():
                     self._judge(rank, known, now)
+                for thread in self._besides:
+                    if message := thread.overdue():
+                        self._condemn_self(thread.role, thread.name, message)
             except Exception as error:
                 if self._closed.is_set():
                     return
@@ -237,6 +247,9 @@ class Watchdog:
         message = f"lost torchrun's store ({type(error).__name__}: {error}); its agent is gone"
         return Verdict(self.rank, self.rank, self.role, self._host, self._pid, self._stage, message)
 
+    def _condemn_self(self, role: str, stage: str, message: str, text: str = "") -> NoReturn:
+        self._condemn(Verdict(self.rank, self.rank, role, self._host, self._pid, stage, message, text))
+
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _condemn(self, verdict: Verdict) -> NoReturn:
@@ -273,3 +286,49 @@ def _is_of_a_collective(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+class Beside:
+    """What the second thread of a rank says, as its main thread says it to the watchdog; that judges it in place.
+
+    If the whole process hangs or dies, the other ranks find out by its heartbeat.
+    """
+
+    def __init__(self, watchdog: Watchdog, role: str) -> None:
+        self.role, self.name = role, "start"
+        self._watchdog, self._deadline_s, self._beat_at = watchdog, None, time.monotonic()
+        self.span, self.tick, self.hurry = watchdog.span, watchdog.tick, watchdog.hurry
+
+    def beat(self, stage: str = "") -> None:
+        """It got somewhere."""
+        self.name, self._beat_at = stage or self.name, time.monotonic()
+
+    @contextlib.contextmanager
+    def stage(self, name: str, deadline_s: float | None = None, whole: bool = False) -> Iterator[None]:
+        """As `Watchdog.stage`."""
+        before = (self.name, self._deadline_s)
+        self.name, self._deadline_s, self._beat_at = name, deadline_s, time.monotonic()
+        with contextlib.nullcontext() if deadline_s is None or whole else self.span(name):
+            yield
+        self.name, self._deadline_s = before
+        self._beat_at = time.monotonic()
+
+    def overdue(self) -> str:
+        """Why it failed; empty as long as it has not."""
+        silent = time.monotonic() - self._beat_at
+        if self._deadline_s is None or silent <= self._deadline_s:
+            return ""
+        return f"no progress for {silent:.1f} s (deadline {self._deadline_s:g} s)"
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """As `Watchdog.fail`."""
+        self._watchdog.fail(error, self.role, self.name)
+
+    @property
+    def on_signal(self) -> Callable[[str], object]:
+        """As the watchdog's: signals come to the main thread."""
+        return self._watchdog.on_signal
+
+    @on_signal.setter
+    def on_signal(self, heard: Callable[[str], object]) -> None:
+        self._watchdog.on_signal = heard

