@@ -12,6 +12,8 @@ they were given, each once, on every rank.
 
 from __future__ import annotations
 
+import math
+import os
 import queue
 import threading
 import time
@@ -19,11 +21,13 @@ from collections.abc import Callable
 
 import torch
 
+from spmd_rl.colocated.budget import check_room
 from spmd_rl.colocated.ledger import Ledger
 from spmd_rl.inference.build import build_engine
 from spmd_rl.inference.engine import Engine
 from spmd_rl.inference.role import Knocked, ReplicaRank
 from spmd_rl.models.hf_config import resolve
+from spmd_rl.models.hf_folder import tensor_shapes
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.role import TrainerRank, build_learner, silent
 from spmd_rl.world.clock import Leader
@@ -43,12 +47,15 @@ def run(world: World) -> None:
     clock = Leader(world.groups["ctl"], watchdog.fail, watchdog.tick, world.up("ctl")) if leads else None
     if clock:
         clock.start()
+    folder = resolve(config.model.name)
+    parameters = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
+    check_room(config, parameters, len(mesh.trainers), world.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     ledger = Ledger(world.device)
     with watchdog.stage("build the engine", config.deadlines.start_s):
         started = time.perf_counter()
         torch.set_num_threads(config.inference.threads)
         group = world.groups[f"replica/{replica}"]
-        llm = build_engine(config, resolve(config.model.name), group, replica, world.local_rank, world.device)
+        llm = build_engine(config, folder, group, replica, world.local_rank, world.device)
         engine = Engine(llm, world.rank)
         ledger.note("infer")
         if config.deployment.release_memory:

@@ -190,6 +190,8 @@ class Watchdog:
                 now = time.monotonic()
                 if now - last > self.heartbeat_s / 2:  # this process was stopped: forgive what it could not see
                     seen = {rank: _Seen(s.beat, now, now) for rank, s in seen.items()}
+                    for thread in self._besides:
+                        thread.beat()
                 last = now
                 for rank, known in seen.items():
                     self._judge(rank, known, now)

@@ -236,3 +236,40 @@ def test_errors_of_collectives_are_told_from_others():
 
 def test_closing_a_watchdog_that_never_started_is_fine():
     Watchdog(0, 1, "orchestrator", 1.0).close()
+
+
+# --- a second thread of the same rank ---------------------------------------------------------------------------------
+
+
+def test_a_second_thread_is_overdue_by_its_own_progress_alone():
+    dog = Judge()
+    thread = dog.beside("orchestrator")
+    with thread.stage("orchestrate", 1000.0):
+        assert thread.overdue() == ""
+        thread._beat_at -= 1001
+        dog.beat()  # the main thread's progress is not its own
+        assert thread.overdue().startswith("no progress for 1001.")
+        thread.beat()
+        assert thread.overdue() == ""
+        with thread.stage("wait for the clock"):
+            thread._beat_at -= 10_000
+            assert thread.overdue() == ""  # it waits for others
+    assert thread.overdue() == "" and thread.name == "start"
+
+
+def test_the_failure_of_a_second_thread_carries_its_role_and_stage():
+    thread = Judge().beside("orchestrator")
+    with pytest.raises(Blamed) as blamed, thread.stage("preflight", 5.0):
+        thread.fail(ValueError("no such environment"))
+    verdict = blamed.value.args[0]
+    assert (verdict.role, verdict.stage, verdict.message) == (
+        "orchestrator", "preflight", "ValueError: no such environment",
+    )  # fmt: skip
+
+
+def test_signals_are_heard_by_whoever_asked_last():
+    dog = Judge()
+    thread, heard = dog.beside("orchestrator"), []
+    thread.on_signal = heard.append
+    dog.on_signal("SIGTERM")
+    assert heard == ["SIGTERM"]
