@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 3 spmd_rl/main.py rl  --config configs/quickstart.toml [--KEY VALUE ...] [--dry-run]
     torchrun --nproc-per-node 2 spmd_rl/main.py sft --config configs/sft.toml        [--KEY VALUE ...] [--dry-run]
     python spmd_rl/main.py eval|generate|serve --config FILE.toml --model.name FOLDER  [--KEY VALUE ...] [--dry-run]
+    python spmd_rl/main.py doctor [--config FILE.toml]    is this machine, and under torchrun this cluster, fit?
 
 Without RANK in the environment it starts itself under torchrun, with the fewest processes that the config needs; with
 NNODES there as one of several machines (launch/node.sh); and with a [slurm] table as a job of the cluster.
@@ -12,12 +13,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
-from typing import Any, NoReturn
+from typing import NoReturn
 
 sys.path[0] = str(Path(__file__).resolve().parent.parent)  # the clone, installed or not; never this folder itself
 if __name__ == "__main__" and sys.argv[1:2] == ["doctor"]:  # first: it has to work where the imports below do not
@@ -72,7 +71,7 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     from spmd_rl.observe.logs import redirect_rank_output
     from spmd_rl.observe.timeline import Spans, draw
     from spmd_rl.world.watchdog import Watchdog
-    from spmd_rl.world.world import World
+    from spmd_rl.world.world import World, start_beside
 
     rank = int(os.environ["RANK"])
     role, deadlines = mesh.role(rank), config.deadlines
@@ -88,7 +87,7 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
         watchdog.on_verdict = lambda text: (output.restore() if rank == 0 else None, print(text, file=sys.stderr))
         beside = None
         if mesh.shares and rank == 0:
-            beside = orchestrate_beside(import_module(COMMANDS[command]).run, world.as_orchestrator(), output)
+            beside = start_beside(import_module(COMMANDS[command]).run, world.as_orchestrator(), output)
         first = command == "sft" or (rank == 0 and not beside)
         module = COMMANDS[command] if first else f"spmd_rl.{role}.role"
         import_module(module).run(world, *([output] if first and rank == 0 else []))
@@ -104,21 +103,6 @@ def run_rank(command: str, config: Config, mesh: Mesh) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # interpreter shutdown would run destructors of groups whose peers are already gone
-
-
-def orchestrate_beside(run: Callable[[Any, Any], None], world: Any, output: Any) -> Thread:
-    """Rank 0 has another role too, and orchestrates on a thread, whose failure is the rank's."""
-
-    def guarded() -> None:
-        try:
-            run(world, output)
-        except BaseException as error:
-            world.watchdog.fail(error)
-
-    import_module("transformers")  # it puts another module in its place while it is imported: not for two threads
-    thread = Thread(target=guarded, name="orchestrator", daemon=True)
-    thread.start()
-    return thread
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ FLOORS = [
     {"world", "models", "observe", "data"},
     {"envs"},
     {"algorithms"},
-    {"orchestrator", "inference", "trainer"},
+    {"orchestrator", "inference", "trainer", "doctor"},
+    {"colocated"},
     {"main"},
 ]
 TORCH_FREE = {"config", "rollouts", "data", "algorithms", "orchestrator", "envs", "observe"}
