@@ -1,4 +1,4 @@
-"""An engine that gives its memory back: requests wait, go on behind their tokens with the next weights, none is lost."""
+"""An engine that gives its memory back: requests wait, and go on behind their tokens with the next weights."""
 
 from __future__ import annotations
 
