@@ -3,7 +3,7 @@
 # the CPU build. A second run finds its stamp and returns at once.
 #
 #   bash launch/setup.sh          what a run needs
-#   bash launch/setup.sh dev      and what the tests need: also bubblewrap and chromium, by apt-get where that can be
+#   bash launch/setup.sh dev      and what the tests need: also bubblewrap, chromium and Slurm, by apt-get where that can be
 #
 #   PYTHON=python3.12             the interpreter for .venv (at least 3.11)
 #   SPMD_RL_ACCELERATOR=cpu|gpu   instead of asking nvidia-smi
@@ -103,17 +103,22 @@ wheel torch-$build for $("$venv/bin/python" --version), and run this again." pip
 
 pip_install() { "$venv/bin/python" -m pip install --progress-bar off "$@"; }
 
-# What tests need beside Python: the sandbox of code environments, and a browser for the rollout viewer.
+# What tests need beside Python: the sandbox of code environments, and a browser for the rollout viewer. A Slurm of
+# their own they can do without; its tests are skipped then.
 need_programs() {
-    local missing=()
+    local missing=() skipped=()
     command -v bwrap >/dev/null || missing+=(bubblewrap)
     command -v chromium >/dev/null || missing+=(chromium)
-    [ ${#missing[@]} -eq 0 ] && return
-    local way_out="Install them with your system's package manager (Debian, Ubuntu: apt install ${missing[*]})."
-    if ! command -v apt-get >/dev/null || [ "$(id -u)" != 0 ]; then
-        die "the tests need ${missing[*]}. $way_out"
+    command -v slurmctld >/dev/null || skipped+=(slurm-wlm)
+    command -v munged >/dev/null || skipped+=(munge)
+    local all=("${missing[@]}" "${skipped[@]}")
+    [ ${#all[@]} -eq 0 ] && return
+    local way_out="Install them with your system's package manager (Debian, Ubuntu: apt install ${all[*]})."
+    if command -v apt-get >/dev/null && [ "$(id -u)" = 0 ]; then
+        phase "installing ${all[*]}" "$way_out" apt_install "${all[@]}"
+    elif [ ${#missing[@]} -gt 0 ]; then
+        die "the tests need ${all[*]}. $way_out"
     fi
-    phase "installing ${missing[*]}" "$way_out" apt_install "${missing[@]}"
 }
 
 apt_install() {

@@ -13,6 +13,7 @@ from typing import Any
 
 from spmd_rl.config.check_sources import check_evaluation, check_sampling, check_sources
 from spmd_rl.config.errors import ConfigError
+from spmd_rl.config.slurm import check_slurm
 from spmd_rl.config.tree import Config, OptimConfig, SchedulerConfig
 
 POSITIVE = (
@@ -105,6 +106,11 @@ AT_LEAST = {
     "log.rollouts_per_step": 0,
     "guard.window": 1,
     "guard.max_rollbacks": 0,
+    "slurm.nodes": 0,
+    "slurm.processes": 0,
+    "slurm.gpus": 0,
+    "slurm.cpus": 0,
+    "slurm.signal_s": 0,
 }
 
 # vLLM's arguments that follow from keys of this tree: a second place to set them could only disagree with the first.
@@ -159,6 +165,7 @@ def check(config: Config, command: str = "rl") -> None:
         "serve": (*everywhere, _room, _serve),
     }
     problems = [problem for part in parts[command] for problem in part(config)]
+    problems += check_slurm(config.slurm, config.ckpt.interval, saves=command in ("rl", "sft"))
     if problems:
         raise ConfigError(problems, "config")
 
@@ -190,6 +197,8 @@ def _run(c: Config) -> Iterator[str]:
         yield "model.name is empty: name a folder in Hugging Face format or a Hub id, such as Qwen/Qwen3-0.6B"
     if not c.output_dir:
         yield "output_dir is empty: name the folder that the run writes to"
+    if any(rank < 0 for rank in c.log.console_ranks):
+        yield f"log.console_ranks = {list(c.log.console_ranks)}: ranks are counted from 0"
     if c.log.wandb and not c.log.wandb_project:
         yield "log.wandb is on and log.wandb_project is empty: name the project, or turn log.wandb off"
 
@@ -328,6 +337,12 @@ def _weights(c: Config) -> Iterator[str]:
             "weights.strict is on with weights.probe_sequences = 0: without a probe nothing is measured that could "
             "stop the run; set probe_sequences to 1 or more, or turn strict off"
         )
+    for key, only in (("mode", "in_flight"), ("staging", "whole")):
+        if c.deployment.placement == "colocated" and getattr(c.weights, key) != only:
+            yield (
+                f"weights.{key} = {getattr(c.weights, key)} with deployment.placement = colocated: weights are copied "
+                "inside the process there, while the engine sleeps; leave the key out"
+            )
     if c.weights.probe_sequences > 0 and c.weights.probe_length > c.seq_len:
         yield (
             f"weights.probe_length = {c.weights.probe_length} is above seq_len = {c.seq_len}, the longest sequence "

@@ -75,14 +75,19 @@ def _walk(kind: Any, prefix: str, sources: int) -> Iterator[tuple[str, Any]]:
 
 
 def _is_array_of_tables(kind: Any) -> bool:
-    return get_origin(kind) is tuple and is_dataclass(get_args(kind)[0])
+    return _is_list(kind) and is_dataclass(get_args(kind)[0])
+
+
+def _is_list(kind: Any) -> bool:
+    """True for tuple[X, ...], a list of any length."""
+    return get_origin(kind) is tuple and get_args(kind)[-1] is Ellipsis
 
 
 def _read(kind: Any, value: Any, path: str, problems: list[str]) -> Any:
     """`value` as `kind`. Appends to `problems` and returns something unusable when that fails."""
     if is_dataclass(kind) and isinstance(value, Mapping):
         return _read_dataclass(kind, value, path, problems)
-    if _is_array_of_tables(kind) and isinstance(value, list | tuple):
+    if _is_list(kind) and isinstance(value, list | tuple):
         inner = get_args(kind)[0]
         return tuple(_read(inner, item, f"{path}.{i}", problems) for i, item in enumerate(value))
     if get_origin(kind) is tuple and isinstance(value, list | tuple) and len(value) == len(get_args(kind)):
@@ -132,6 +137,8 @@ def _expected(kind: Any, path: str) -> str:
         return f"a table ([{path}])"
     if _is_array_of_tables(kind):
         return f"an array of tables ([[{path}]])"
+    if _is_list(kind):
+        return f"a list of {get_args(kind)[0].__name__}s"
     if get_origin(kind) is tuple:
         return f"a list of {len(get_args(kind))} {get_args(kind)[0].__name__}s"
     if get_origin(kind) is Literal:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmd_rl.config.slurm import SlurmConfig
 from spmd_rl.config.tasks import EvalConfig, GenerateConfig, SamplingConfig, ServeConfig, SourceConfig
 
 
@@ -19,6 +20,7 @@ class ModelConfig:
 
     name: str = ""  # a local folder in Hugging Face format, or a Hub id
     tokenizer: str = ""  # folder or Hub id; empty: the model's own
+    from_rank_0: bool = False  # hosts that lack a local folder named here get it from rank 0's host at start
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,11 @@ class InferenceConfig:
 class DeploymentConfig:
     """Ranks to roles. Rank 0 orchestrates; trainer ranks follow, then inference ranks. 0 = derived."""
 
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"  # colocated: the same ranks train and infer
+    # own: a process without accelerator, so that none idles for rank 0; shared: a thread beside rank 0's other role;
+    # auto: own where node 0 starts a process more than it has accelerators, or has none.
+    orchestrator: Literal["auto", "own", "shared"] = "auto"
+    release_memory: bool = True  # colocated: the engine gives its KV cache and weights back while the trainer works
     train_ranks: int = 0  # 0 = what inference leaves; both 0 = half of the ranks after rank 0, rounded down
     infer_ranks: int = 0  # a multiple of inference.tp
     teacher_ranks: int = 0  # engines that serve algorithm.reference and sample for type = sft; a multiple of tp
@@ -268,6 +275,7 @@ class CkptConfig:
     keep: int = 2  # newest checkpoints that stay; 0 = all
     keep_every: int = 0  # checkpoints of steps that this divides stay for ever; 0 = none
     resume: str = ""  # a checkpoint's folder, or "latest" of output_dir
+    per_node: bool = False  # where hosts share no output_dir, each keeps its own part of every checkpoint
 
 
 @dataclass(frozen=True)
@@ -313,6 +321,7 @@ class LogConfig:
     timeline: bool = True  # the phases of every rank, the first 50,000 of each start: timeline.png, timeline/trace.json
     rollouts_per_step: int = 4  # readable samples per step in rollouts/; 0 = none
     progress: Literal["auto", "live", "plain", "off"] = "auto"  # auto: live on a terminal, plain lines elsewhere
+    console_ranks: tuple[int, ...] = (0,)  # whose output the screen shows, beside logs/rank_*.log
 
 
 @dataclass(frozen=True)
@@ -338,3 +347,4 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)

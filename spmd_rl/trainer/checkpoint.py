@@ -2,7 +2,8 @@
 
 Written by torch's distributed checkpoint, every rank its shards, from a copy in memory while training goes on; on a
 group of its own, because a save is a collective on another thread. A checkpoint is a folder that is complete or not
-there: it is written beside its name and renamed when every rank is done.
+there: it is written beside its name and renamed when every rank is done. Ranks that do not see the first one's folder
+write into one of their own (`checkpoint_parts.py`).
 
 It refuses to know what the state means and when to save. Invariants: loading on another number of ranks gives the same
 values; at most one save is under way; a save that failed is seen before the next one begins, and at the end.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import DefaultSavePlanner
 
-from spmd_rl.world.checkpoints import SNAPSHOT, STATE, prune, read_state, seal
+from spmd_rl.trainer import checkpoint_parts
+from spmd_rl.world.checkpoints import SNAPSHOT, STATE, part_of, prune, read_state, seal
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
@@ -40,6 +43,8 @@ class Checkpoints:
 
     def __init__(self, group: dist.ProcessGroup, keep: int, keep_every: int = 0) -> None:
         self._group, self._keep, self._keep_every = group, keep, keep_every
+        self._keepers: list[int] = []  # by rank: who renames and deletes in the folder that it sees
+        self._finisher = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[Any] | None = None
 
     def save(
@@ -49,36 +54,52 @@ class Checkpoints:
         self.wait()
         target = Path(folder)
         writing = target.with_name(target.name + ".tmp")
-        first = self._group.rank() == 0
-        if first:
+        self._keepers = self._keepers or checkpoint_parts.find_keepers(self._group, target.parent)
+        if self._keeps:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
+        if self._group.rank() == 0:
             (writing / STATE).write_text(json.dumps(state))
             if snapshot:
                 (writing / SNAPSHOT).write_bytes(snapshot)
-        # The folder is there before anybody writes into it: the save begins with a collective.
-        self._pending = dcp.async_save(tensors_of(parts), checkpoint_id=writing, process_group=self._group)
-        if first:
-            self._pending.add_done_callback(lambda future: self._complete(future, writing, target, done))
+        dist.barrier(group=self._group)  # nobody writes into the folder before it is there
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        tensors = tensors_of(parts)
+        future = dcp.async_save(tensors, checkpoint_id=writing, process_group=self._group, planner=planner)
+        self._pending = self._finisher.submit(self._complete, future, writing, target, done)
 
     def wait(self) -> None:
-        """Until the save under way is on disk; raises what it raised."""
+        """Until the save under way is complete; raises what it raised."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def load(self, folder: str, parts: Parts) -> dict[str, Any]:
         """Put a checkpoint's values into the parameters and optimizers; its state. Collective."""
-        state = read_state(folder)
+        state, part = read_state(folder), part_of(folder)
         tensors = tensors_of(parts)
-        dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
+        if part:
+            checkpoint_parts.load(self._group, Path(folder), tensors, part["ranks"])
+        else:
+            dcp.load(tensors, checkpoint_id=folder, process_group=self._group)
         return state
 
+    @property
+    def _keeps(self) -> bool:
+        return self._keepers[self._group.rank()] == self._group.rank()
+
     def _complete(self, future: Future[Any], writing: Path, target: Path, done: Any) -> None:
-        """On the thread that wrote. What raises here is lost, so nothing is said to be done before it is."""
-        if future.exception() is None:
+        """On a thread of its own, which has the group until it ends."""
+        future.result()
+        divided = any(self._keepers)
+        if divided:
+            checkpoint_parts.spread_small_files(self._group, self._keepers, writing)
+        if self._keeps:
             seal(writing, target)
             prune(target.parent, self._keep, self._keep_every)
+        if divided:
+            dist.barrier(group=self._group)  # complete on all hosts
+        if self._group.rank() == 0:
             done()
 
 

@@ -3,7 +3,9 @@
     OUTPUT/checkpoints/step_000040/   tensors (trainer ranks), state.json, snapshot.bin (rank 0's), files.json
 
 A folder is complete when it has its name: it is written as step_….tmp and renamed. `files.json` says how long every
-file must be, so that one that was cut off later is found before anything is loaded. It refuses to know about tensors.
+file must be, so that one that was cut off later is found before anything is loaded. Where hosts share no folder, each
+has its part of the tensors and all that is small; part.json says so, and which parts belong together. All parts copied
+into one folder are the whole checkpoint. It refuses to know about tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-STATE, SNAPSHOT, FILES = "state.json", "snapshot.bin", "files.json"
+STATE, SNAPSHOT, FILES, PART = "state.json", "snapshot.bin", "files.json", "part.json"
 
 
 class CheckpointError(ValueError):
@@ -50,6 +52,18 @@ def complete(folder: str | Path) -> list[Path]:
     """The complete checkpoints in a folder, oldest first."""
     found: Iterable[Path] = Path(folder).glob("step_*")
     return sorted(path for path in found if path.suffix != ".tmp" and (path / STATE).exists())
+
+
+def part_of(folder: str | Path) -> dict[str, Any]:
+    """{"save": a mark that all parts have, "ranks": how many trained}; empty for a checkpoint in one folder."""
+    path = Path(folder) / PART
+    part: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return part
+
+
+def marks(folder: str | Path) -> dict[str, str]:
+    """The names of the complete checkpoints in a folder, with their marks; what is whole has an empty one."""
+    return {path.name: str(part_of(path).get("save", "")) for path in complete(folder)}
 
 
 def read_state(folder: str | Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """What every rank shares: its place in the mesh, its groups, its watchdog, and the check that all ranks run the same.
 
 `World.join` is the start-up of every rank, in one order: heartbeat, world, comparison of config, packages and code,
-output folder, groups. `leave` is the orderly end. What a rank then does is its role's business.
+hosts and what they share, output folders, models, groups. `leave` is the orderly end. What a rank then does is its
+role's business.
 """
 
 from __future__ import annotations
@@ -9,27 +10,32 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import socket
+import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 
 from spmd_rl.config.show import config_hash, write_toml
 from spmd_rl.config.tree import Config
-from spmd_rl.world import flight_recorder
-from spmd_rl.world.checkpoints import complete
+from spmd_rl.world import flight_recorder, model_copies
+from spmd_rl.world.checkpoints import complete, marks
 from spmd_rl.world.groups import init_world, make_groups
-from spmd_rl.world.launcher import JOB_FOLDER
+from spmd_rl.world.hosts import Everyone, Hosts, common_part, folder_problem, savers
+from spmd_rl.world.launcher import JOB_FOLDER, STOP_FILE
 from spmd_rl.world.mesh import Mesh, Role
+from spmd_rl.world.model_copies import Lacks
 from spmd_rl.world.pipe import Loopback
+from spmd_rl.world.stop_relay import StopRelay
 from spmd_rl.world.watchdog import Watchdog
 
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
@@ -44,8 +50,10 @@ class StartError(RuntimeError):
 class World:
     """One rank's view of the run."""
 
-    config: Config
+    config: Config  # as this host reads it: with models where they are here
+    given: Config  # as the run was given it, equal on all ranks
     mesh: Mesh
+    hosts: Hosts
     rank: int
     role: Role
     device: torch.device
@@ -53,20 +61,31 @@ class World:
     groups: dict[str, dist.ProcessGroup]
     watchdog: Watchdog
     resume: str = ""  # the checkpoint to go on from: what the config names, or after a restart by torchrun the latest
-    lock: TextIO | None = None  # rank 0 holds the output folder as long as this is open
+    lock: TextIO | None = None  # the keeper of an output folder holds it as long as this is open
+    relay: StopRelay | None = None  # of a keeper, where there are several
     loopbacks: dict[str, tuple[Loopback, Loopback]] = field(default_factory=dict)  # of a rank 0 with two roles
 
     @classmethod
     def join(cls, config: Config, mesh: Mesh, watchdog: Watchdog) -> World:
         """Start this rank; `watchdog` is already posting, so that a rank that dies in here is named."""
-        rank, deadlines = int(os.environ["RANK"]), config.deadlines
+        rank, deadlines, began = int(os.environ["RANK"]), config.deadlines, time.time()
         role = mesh.role(rank)
         local_rank = accelerator_index(spare=not mesh.shares)
         flight_recorder.arm(config.output_dir)
         with watchdog.stage("join the world", deadlines.start_s):
             init_world(deadlines.collective_s)
+        everyone = Everyone(dist.distributed_c10d._get_default_store(), rank, mesh.world_size, deadlines.collective_s)
         with watchdog.stage("compare ranks", deadlines.start_s):
-            resume, lock = _compare_ranks(config, rank, mesh, deadlines.start_s)
+            _compare_ranks(everyone, config, mesh)
+            hosts = Hosts.find(everyone, config.output_dir, int(os.environ["LOCAL_RANK"]))
+            lacks = Lacks.of(hosts, everyone.say("models", model_copies.folders_here(config)))
+            resume = _judge_hosts(everyone, config, mesh, hosts, lacks)
+            lock = prepare_output(config, resume) if rank == hosts.keepers[rank] else None
+            everyone.say("folders are ready", None)
+        relay = None
+        if lock and not hosts.common_folder:
+            relay = StopRelay(rank, config.output_dir, began, max(5.0, deadlines.heartbeat_s))
+        given, config = config, _fetch_models(everyone, config, lacks, watchdog)
         device = pick_device(config, role, local_rank)
         if device.type == "cuda":
             watchdog.last_words = flight_recorder.FlightRecorder(rank).write
@@ -74,7 +93,13 @@ class World:
             groups = make_groups(mesh, rank, device, deadlines.collective_s)
         names = ("ctl", "data") if mesh.shares and rank == 0 else ()
         loopbacks = {name: Loopback.both_ends(deadlines.collective_s) for name in names}
-        return cls(config, mesh, rank, role, device, local_rank, groups, watchdog, resume, lock, loopbacks)
+        ours = (groups, watchdog, resume, lock, relay, loopbacks)
+        return cls(config, given, mesh, hosts, rank, role, device, local_rank, *ours)
+
+    @property
+    def common_folder(self) -> bool:
+        """Whether all ranks see rank 0's output folder."""
+        return self.hosts.common_folder
 
     def down(self, group: str) -> Loopback | None:
         """The orchestrator's end to its own rank's other role; None where it has none."""
@@ -92,7 +117,26 @@ class World:
         """All ranks have finished: meet once more, then end."""
         with self.watchdog.stage("leave", self.config.deadlines.step_s):
             dist.barrier(group=dist.group.WORLD)
+            if self.config != self.given:
+                model_copies.remove(self.config)
+            if self.relay:
+                self.relay.close()
         self.watchdog.close()
+
+
+def start_beside(run: Callable[[World, Any], None], world: World, output: Any) -> threading.Thread:
+    """Rank 0 has another role too: it orchestrates on a thread, whose failure is the rank's."""
+
+    def guarded() -> None:
+        try:
+            run(world, output)
+        except BaseException as error:
+            world.watchdog.fail(error)
+
+    import_module("transformers")  # it puts another module in its place while it is imported: not for two threads
+    thread = threading.Thread(target=guarded, name="orchestrator", daemon=True)
+    thread.start()
+    return thread
 
 
 def accelerator_index(spare: bool = True) -> int:
@@ -116,7 +160,7 @@ def pick_device(config: Config, role: Role, index: int) -> torch.device:
 
 
 def prepare_output(config: Config, resume: str) -> TextIO:
-    """Rank 0: an empty output folder with the resolved config in it. An earlier run there moves aside or is resumed.
+    """An empty output folder with the resolved config in it. An earlier run there moves aside or is resumed.
 
     Returns the lock, which holds as long as it is open. StartError when another run holds it.
     """
@@ -126,9 +170,11 @@ def prepare_output(config: Config, resume: str) -> TextIO:
     if (folder / "config.toml").exists() and not resume:
         older = next(path for n in range(1, 10**6) if not (path := Path(f"{folder}.{n}")).exists())
         folder.rename(older)
-        if (older / JOB_FOLDER).exists():  # it belongs to the job that is starting, which would not find it there
+        if (older / JOB_FOLDER).exists():  # of the job that is starting, as is a wish for its end
             folder.mkdir()
-            (older / JOB_FOLDER).rename(folder / JOB_FOLDER)
+            for name in (JOB_FOLDER, STOP_FILE):
+                if (older / name).exists():
+                    (older / name).rename(folder / name)
     folder.mkdir(parents=True, exist_ok=True)
     lock = take_lock(folder)
     write_toml(config, folder / "config.toml")
@@ -181,25 +227,42 @@ def _code_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _compare_ranks(config: Config, rank: int, mesh: Mesh, deadline_s: float) -> tuple[str, TextIO | None]:
-    """Rank 0 compares all fingerprints and says which ranks differ in what; then it prepares the output folder.
+def _compare_ranks(everyone: Everyone, config: Config, mesh: Mesh) -> None:
+    """Rank 0 compares all fingerprints and says which ranks differ in what."""
+    fingerprints = everyone.say("fingerprint", _fingerprint(config, mesh))
+    if everyone.rank == 0 and (difference := describe_differences(fingerprints)):
+        raise StartError(difference)
 
-    Returns where to resume, equal on all ranks, and rank 0's lock on the folder.
+
+def _judge_hosts(everyone: Everyone, config: Config, mesh: Mesh, hosts: Hosts, lacks: Lacks) -> str:
+    """Where to go on from, equal on all ranks; where hosts share no folder, what all of them have a part of.
+
+    StartError on rank 0, with all others waiting, when checkpoints or models can't be where they are needed.
     """
-    lock = None
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"spmd_rl/fingerprint/{rank}", json.dumps(_fingerprint(config, mesh)))
-    if rank == 0:
-        keys = [f"spmd_rl/fingerprint/{r}" for r in range(mesh.world_size)]
-        store.wait(keys, timedelta(seconds=deadline_s))
-        difference = describe_differences([json.loads(store.get(key)) for key in keys])
-        if difference:
-            raise StartError(difference)
-        resume = where_to_resume(config)
-        lock = prepare_output(config, resume)
-        store.set("spmd_rl/start", json.dumps({"resume": resume}))
-    store.wait(["spmd_rl/start"], timedelta(seconds=deadline_s))
-    return json.loads(store.get("spmd_rl/start"))["resume"], lock
+    resume: str = everyone.say("resume", where_to_resume(config))[0]
+    problem = folder_problem(config, mesh, hosts, resume)
+    if resume and not problem and not hosts.share(savers(mesh)):
+        folder = Path(config.output_dir) / "checkpoints" if resume == "latest" else Path(resume).parent
+        name, problem = common_part(everyone.say("checkpoints", marks(folder)), hosts, savers(mesh), resume)
+        resume = str(folder / name)
+    if not config.model.from_rank_0:
+        problem = problem or lacks.problem(config, mesh)
+    if everyone.rank == 0 and problem:
+        raise StartError(problem)
+    everyone.say("hosts will do", None)
+    return resume
+
+
+def _fetch_models(everyone: Everyone, config: Config, lacks: Lacks, watchdog: Watchdog) -> Config:
+    """The config with models where this host has them."""
+    takers = {rank for key in lacks.by_key for rank in lacks.takers(key)}
+    if not config.model.from_rank_0 or not takers:
+        return config
+    takes_part = everyone.rank in {0, *takers}
+    with watchdog.stage("copy the model", config.deadlines.start_s if takes_part else None):
+        found = model_copies.fetch(config, everyone.rank, lacks, watchdog.beat)
+        everyone.say("models are copied", None)
+    return found
 
 
 def describe_differences(fingerprints: list[dict[str, str]]) -> str:

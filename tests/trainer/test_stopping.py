@@ -41,9 +41,15 @@ def test_all_ranks_end_behind_the_same_step(asked_after: int, order: list[int]) 
 
 
 def test_a_stop_file_asks_too(tmp_path: Path) -> None:
-    (tmp_path / "stop").touch()
     stop = EarlyStop(Memory(), 0, tmp_path, lambda: None)
-    assert not stop(1), "a file from before the start is nobody's wish"
+    assert not stop(1)
     (tmp_path / "stop").touch()
     assert not stop(2) and stop(3) and stop.stopped_at == 3
     assert not (tmp_path / "stop").exists()
+
+
+def test_who_asks_while_the_run_starts_is_heard(tmp_path: Path) -> None:
+    """As a job does whose time ends soon; the launcher has removed what an earlier run left."""
+    (tmp_path / "stop").touch()
+    stop = EarlyStop(Memory(), 0, tmp_path, lambda: None)
+    assert not stop(1) and stop(2)
