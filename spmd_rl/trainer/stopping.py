@@ -1,8 +1,8 @@
 """When supervised training ends early: rank 0 is asked, and every rank ends behind the same step.
 
 SIGTERM, SIGUSR1 and the stop file of `world/launcher.py` ask rank 0, a file also while the run starts. Behind step k it
-writes down that step k + 1 is the last one, before it begins with it; no rank can complete step k + 1 without rank 0, so
-all of them read it in time.
+writes down that step k + 1 is the last one, before it begins with it; no rank can complete step k + 1 without rank 0,
+so all of them read it in time.
 """
 
 from __future__ import annotations
