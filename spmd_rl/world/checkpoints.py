@@ -42,7 +42,12 @@ def seal(writing: Path, target: Path) -> None:
 
 
 def prune(folder: Path, keep: int, keep_every: int) -> None:
-    """Delete all but the newest `keep` (0 = all stay) and those of steps that `keep_every` divides."""
+    """Delete all but the newest `keep` (0 = all stay) and those of steps that `keep_every` divides.
+
+    And what a run that died was writing: nothing may be under way in the folder.
+    """
+    for half in folder.glob("step_*.tmp"):
+        shutil.rmtree(half, ignore_errors=True)
     for old in complete(folder)[:-keep] if keep else []:
         if not (keep_every and step_of(old) % keep_every == 0):
             shutil.rmtree(old, ignore_errors=True)

@@ -134,7 +134,7 @@ class Cluster:
         assert match, key
         return match[1]
 
-    def wait_for(self, job: str, states: Sequence[str] = ENDED, timeout_s: float = 120.0) -> str:
+    def wait_for(self, job: str, states: Sequence[str] = ENDED, timeout_s: float = 300.0) -> str:
         """The state of a job, as soon as it is one of these."""
         deadline = time.monotonic() + timeout_s
         while (state := self.show(job, "JobState")) not in states:

@@ -60,7 +60,7 @@ class Job:
         records: list[dict[str, Any]] = list(read_metrics(path)) if path.exists() else []
         return [record["step"] for record in records if record["phase"] in ("rl", "sft")]
 
-    def wait_until(self, true: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    def wait_until(self, true: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not true():
             state = self.cluster.show(self.id, "JobState")
@@ -70,14 +70,17 @@ class Job:
     def wait_for_steps(self, beyond: int = 0) -> None:
         self.wait_until(lambda: max(self.steps, default=0) > beyond + 2, f"steps beyond {beyond}")
 
-    def wait_for_restart(self, count: int) -> int:
-        """Until the job has started again and trains; the step from which it went on."""
-        self.wait_until(lambda: self.cluster.show(self.id, "Restarts") == str(count), f"restart {count}")
+    def wait_for_restart(self) -> None:
+        """Until the job is queued again, for the first time."""
+        self.wait_until(lambda: self.cluster.show(self.id, "Restarts") == "1", "a restart")
+
+    def wait_until_it_goes_on(self) -> None:
+        """Until it trains again, from where it was."""
         saved = int(complete(self.folder / "checkpoints")[-1].name[-6:])
         self.wait_for_steps(saved)
-        assert self.steps == list(range(1, len(self.steps) + 1)), "every step once"
+        steps = self.steps
+        assert steps == list(range(1, len(steps) + 1)), "every step once"
         assert f"stopped after step {saved}" in self.output
-        return saved
 
     def processes(self) -> dict[int, str]:
         """Live processes of the job, with their ranks."""
@@ -115,7 +118,8 @@ def test_a_preempted_job_goes_on_and_a_cancelled_one_does_not(cluster: Cluster, 
     urgent = tmp_path / "urgent.sbatch"
     urgent.write_text(URGENT)
     first = cluster.call("sbatch", "--parsable", str(urgent)).strip()
-    job.wait_for_restart(1)
+    job.wait_for_restart()
+    job.wait_until_it_goes_on()
     assert cluster.wait_for(first) == "COMPLETED"
     cluster.call("scancel", job.id)
     job.assert_gone()
@@ -127,8 +131,9 @@ def test_at_its_time_limit_a_job_saves_and_goes_on_by_itself(cluster: Cluster, m
     """And then a rank is killed, which ends all nodes, and the job, with its name."""
     limit = ["--slurm.time", "1", "--slurm.signal-s", "20"]
     job = Job(cluster, tmp_path / "a run", "sft", *SFT, *AGAIN, *limit, "--model.name", model, "--slurm.processes", "1")
-    job.wait_for_restart(1)
+    job.wait_for_restart()
     cluster.call("scontrol", "update", f"JobId={job.id}", "TimeLimit=60")
+    job.wait_until_it_goes_on()
     os.kill(next(pid for pid, rank in job.processes().items() if rank == "1"), signal.SIGKILL)
     assert cluster.wait_for(job.id) == "FAILED", job.output
     assert "SIGKILL" in job.output and "rank      : 1 (" in job.output

@@ -54,7 +54,7 @@ def started(script: str, *args: str, wrap: tuple[str, ...] = (), **env: str) -> 
 
 def run(script: str, *args: str, **env: str) -> tuple[int, str]:
     process = started(script, *args, **env)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     return process.returncode, output
 
 
@@ -88,7 +88,7 @@ def test_a_signal_to_every_process_saves_and_ends_well(model: str, tmp_path: Pat
         for pid in family(process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     finally:
         end(process)
     assert process.returncode == 0 and "stopped after step" in output, output
@@ -96,7 +96,7 @@ def test_a_signal_to_every_process_saves_and_ends_well(model: str, tmp_path: Pat
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not any(record["phase"] == "sft" and record["step"] >= step for record in records(folder)):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=30)[0]
         time.sleep(0.1)
@@ -134,7 +134,7 @@ def test_two_nodes_train_as_one_world(model: str, tmp_path: Path) -> None:
     world = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     args = ["sft", *SFT, "--model.name", model, "--max-steps", "3", "--output-dir", str(tmp_path / "run")]
     nodes = [started("node.sh", *args, NODE_RANK=rank, FIRST_NPROC="2", NPROC="1", **world) for rank in "10"]
-    second, first = [node.communicate(timeout=120)[0] for node in nodes]
+    second, first = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], first + second
     assert "sft       3/3" in first and second == ""
     assert len(first.splitlines()) < 20
@@ -179,7 +179,7 @@ def test_two_hosts_find_the_interface_between_them(model: str, tmp_path: Path, h
             seen = {word for pid in family(node.pid) for word in Path(f"/proc/{pid}/environ").read_text().split("\0")}
             assert {f"GLOO_SOCKET_IFNAME=cable{i}", f"NCCL_SOCKET_IFNAME=cable{i}"} <= seen
         (tmp_path / "run/stop").touch()
-        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+        outputs = [node.communicate(timeout=120)[0] for node in nodes]
     finally:
         for node in nodes:
             end(node)
@@ -190,7 +190,7 @@ def test_a_world_that_does_not_fit_is_refused_on_every_node(model: str, tmp_path
     world = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC": "1"}
     args = ["rl", "--model.name", model, "--inference.tp", "2", "--output-dir", str(tmp_path / "run")]
     nodes = [started("node.sh", *args, NODE_RANK=rank, **world) for rank in "01"]
-    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    outputs = [node.communicate(timeout=120)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [2, 2]
     assert all("2 ranks do not fit" in output for output in outputs) and not (tmp_path / "run").exists()
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore, TCPStore
 
 from spmd_rl.config.tree import AlgorithmConfig, CkptConfig, Config, KLConfig, ModelConfig, OrchestratorConfig
+from spmd_rl.world.checkpoints import prune
 from spmd_rl.world.hosts import Everyone, Hosts, common_part, folder_problem, lowest_sharer, savers
 from spmd_rl.world.launcher import STOP_FILE
 from spmd_rl.world.mesh import Mesh
@@ -103,6 +104,13 @@ def test_a_run_goes_on_from_the_newest_checkpoint_whose_parts_belong_together(pa
     for wanted in {name for part in parts for name in part}:
         name, problem = common_part(parts, hosts, (0, 1, 2), f"run/checkpoints/{wanted}")
         assert (name, bool(problem)) == ((wanted, False) if wanted in whole else ("", True))
+
+
+def test_what_a_run_that_died_was_writing_goes_when_another_checkpoint_is_complete(tmp_path):
+    (tmp_path / "step_000002.tmp").mkdir()
+    (tmp_path / "step_000004").mkdir()
+    prune(tmp_path, keep=0, keep_every=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000004"]
 
 
 def test_missing_parts_are_listed_by_host():
