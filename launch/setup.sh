@@ -104,13 +104,14 @@ wheel torch-$build for $("$venv/bin/python" --version), and run this again." pip
 pip_install() { "$venv/bin/python" -m pip install --progress-bar off "$@"; }
 
 # What tests need beside Python: the sandbox of code environments, and a browser for the rollout viewer. A Slurm of
-# their own they can do without; its tests are skipped then.
+# their own, and several machines in network namespaces, they can do without; these tests are skipped then.
 need_programs() {
     local missing=() skipped=()
     command -v bwrap >/dev/null || missing+=(bubblewrap)
     command -v chromium >/dev/null || missing+=(chromium)
     command -v slurmctld >/dev/null || skipped+=(slurm-wlm)
     command -v munged >/dev/null || skipped+=(munge)
+    command -v tc >/dev/null || skipped+=(iproute2)
     local all=("${missing[@]}" "${skipped[@]}")
     [ ${#all[@]} -eq 0 ] && return
     local way_out="Install them with your system's package manager (Debian, Ubuntu: apt install ${all[*]})."

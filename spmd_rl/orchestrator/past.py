@@ -27,7 +27,8 @@ JOURNAL = "journal.bin"
 
 # What the records of a run mean depends on these; everything else may be changed from one start to the next.
 COMMON = (
-    "model",
+    "model.name",
+    "model.tokenizer",
     "seed",
     "seq_len",
     "clock.mode",

@@ -36,7 +36,8 @@ from spmd_rl.world.messages import Event, Export, Order, Restore, Save, Stop, Tr
 from spmd_rl.world.world import World
 
 AHEAD = 2  # batches that are made while another one trains
-ALL_RANKS_MUST_AGREE = ("model", "data", "seq_len", "seed", "trainer.model.dtype")  # for a resumed run to be the same
+# For a resumed run to be the same.
+ALL_RANKS_MUST_AGREE = ("model.name", "model.tokenizer", "data", "seq_len", "seed", "trainer.model.dtype")
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ def run(world: World, output: RankOutput | None = None) -> None:
     """Train from the first or the resumed step to the last; `output` is the first rank's."""
     config = replace(world.config, ckpt=replace(world.config.ckpt, resume=world.resume))
     with world.watchdog.stage("open the data", config.deadlines.start_s):
-        start = _resumed_step(config) if config.ckpt.resume else 0
+        start = _resumed_step(replace(config, model=world.given.model)) if config.ckpt.resume else 0
         sequences = Sequences(config, load_tokenizer(config))
     index = world.mesh.trainers.index(world.rank)
     store = dist.distributed_c10d._get_default_store()

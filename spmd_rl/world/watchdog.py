@@ -5,6 +5,8 @@ thread's progress and stage, who and where it is. Rank 0 judges all, all judge r
 finds a reason writes the verdict with one compare-and-set; every rank reads it, writes the torchelastic error file
 with the *same* message and traceback, and leaves with code 1, so that the first failure is what the screen ends with.
 
+A cut link leaves a wait for the store without an answer and without an error: a second thread notices that.
+
 Invariants: exactly one verdict per attempt; a process that only waits for others declares a stage without deadline and
 is never blamed for the wait; a watchdog that was itself asleep forgives before it judges.
 """
@@ -101,12 +103,16 @@ class Watchdog:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._answered_at = time.monotonic()  # when the store last answered
+        self._guard = threading.Thread(target=self._watch_the_store, name="watchdog-guard", daemon=True)
 
     def start(self) -> None:
         """Connect to the store that torchrun serves and begin to post."""
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=max(5.0, self.heartbeat_s)))
+        self._answered_at = time.monotonic()
         self._thread.start()
+        self._guard.start()
 
     def close(self) -> None:
         """The run is over and went well: others no longer judge this rank."""
@@ -201,8 +207,21 @@ class Watchdog:
             except Exception as error:
                 if self._closed.is_set():
                     return
-                self._leave(self._lost_store(error))
+                self._leave(self._lost_store(f"{type(error).__name__}: {error}; its agent is gone"))
+            self._answered_at = time.monotonic()
             self._closed.wait(PERIOD_S)
+
+    def _watch_the_store(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(PERIOD_S):
+            now = time.monotonic()
+            if now - last > self.heartbeat_s / 2:  # this process was stopped
+                self._answered_at = now
+            last, silent = now, now - self._answered_at
+            if silent > self.heartbeat_s + 4 * PERIOD_S:
+                where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+                why = f"no answer from {where} for {silent:.1f} s: that host is gone, or the link to it is cut"
+                self._leave(self._lost_store(why))
 
     def _judged(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != 0] if self.rank == 0 else [0]
@@ -245,8 +264,8 @@ class Watchdog:
         }
         self._store.set(f"{self._prefix}/beat/{self.rank}", json.dumps(beat))
 
-    def _lost_store(self, error: Exception) -> Verdict:
-        message = f"lost torchrun's store ({type(error).__name__}: {error}); its agent is gone"
+    def _lost_store(self, why: str) -> Verdict:
+        message = f"lost torchrun's store ({why})"
         return Verdict(self.rank, self.rank, self.role, self._host, self._pid, self._stage, message)
 
     def _condemn_self(self, role: str, stage: str, message: str, text: str = "") -> NoReturn:

@@ -151,7 +151,7 @@ def test_a_run_is_not_taken_up_with_other_settings(tmp_path):
     story = Story(replace(config, output_dir=str(tmp_path), ckpt=CkptConfig(interval=2)))
     assert not live(story, 9.0, seed=0)
     other = replace(story.config, seed=5, model=replace(config.model, name="another"))
-    with pytest.raises(CheckpointError, match=r"belongs to another run.*model: name: '' then, 'another' now; seed: 0 "):
+    with pytest.raises(CheckpointError, match=r"belongs to another run.*model.name: '' then, 'another' now; seed: 0 "):
         find_past(other, "latest")
     algorithm = replace(config.orchestrator.algorithm, type="gspo")
     other = replace(story.config, orchestrator=replace(config.orchestrator, algorithm=algorithm))

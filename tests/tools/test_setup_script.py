@@ -27,7 +27,7 @@ case "$1 $2" in
         esac ;;
 esac
 """
-PROGRAMS = ("bwrap", "chromium", "slurmctld", "munged")
+PROGRAMS = ("bwrap", "chromium", "slurmctld", "munged", "tc")
 TORCH = "install --progress-bar off torch==2.13.0"
 UNINSTALL = "uninstall -y torchvision torchaudio torchcodec"
 
@@ -212,7 +212,7 @@ def test_programs_that_tests_need_are_installed(checkout):
     assert checkout.run(PATH=path)[0] == 0
     assert not any("bubblewrap" in call for call in checkout.take_calls()), "a run needs none of them"
     assert checkout.run("dev", PATH=path)[0] == 0
-    programs = "bubblewrap chromium slurm-wlm munge"
+    programs = "bubblewrap chromium slurm-wlm munge iproute2"
     assert checkout.take_calls()[:2] == ["update -qq", f"install -y -qq --no-install-recommends {programs}"]
 
 
@@ -224,5 +224,5 @@ def test_who_may_not_install_programs_is_told_which(checkout):
 
 def test_who_may_not_install_slurm_goes_on_without(checkout):
     checkout.command("id", "#!/bin/bash\necho 1000\n")
-    code, output = checkout.run("dev", PATH=hidden(checkout, "slurmctld", "munged"))
+    code, output = checkout.run("dev", PATH=hidden(checkout, "slurmctld", "munged", "tc"))
     assert code == 0, output
