@@ -421,9 +421,11 @@ def test_an_environment_that_can_not_be_made(pool, env, args, error, says):
     assert env.task(0, "train").index == 0
 
 
-@pytest.mark.parametrize(("make", "says"), [("exits", "with code 7"), ("hangs", "was not built after start_s = 2 s")])
-def test_an_environment_whose_making_takes_the_worker_along(make, says):
-    with Pool(1, 0, start_s=2.0) as pool, pytest.raises(WorkerDied, match=says) as caught:
+@pytest.mark.parametrize(
+    ("make", "start_s", "says"), [("exits", 60.0, "with code 7"), ("hangs", 10.0, "was not built after start_s = 10 s")]
+)
+def test_an_environment_whose_making_takes_the_worker_along(make, start_s, says):
+    with Pool(1, 0, start_s=start_s) as pool, pytest.raises(WorkerDied, match=says) as caught:
         obedient(pool, env="Unmakeable", make=make)
     assert caught.value.kind == "start"
 
