@@ -23,7 +23,7 @@ part "lint" ruff check .
 part "format" ruff format --check .
 part "types" mypy
 part "unit tests" pytest -n 2 tests --ignore tests/distributed --ignore tests/e2e
-part "multi-process tests" pytest tests/distributed tests/e2e
+part "multi-process tests" pytest --durations 20 tests/distributed tests/e2e
 part "the same under DETAIL" env TORCH_DISTRIBUTED_DEBUG=DETAIL pytest tests/distributed
 
 printf '\n== result\n'
