@@ -21,9 +21,9 @@ EVAL_LOSS = "eval/loss"  # on validation sequences, in nats per learned token
 EVAL_GREEDY = "eval/greedy"  # mean reward on held-out tasks, greedy decoding
 EVAL_SAMPLED = "eval/reward"  # mean reward on held-out tasks, sampled as in training
 
-_TIMES = ("time/", "perf/", "cpu/")
+_TIMES = ("time/", "perf/", "cpu/", "memory/")
 
 
 def is_time(name: str) -> bool:
-    """True for a metric that says how long something took: the only ones that differ between two equal runs."""
+    """True for what a run takes of time or memory: the only metrics that differ between two equal runs."""
     return name.startswith(_TIMES) or name in ("weights/pull_s", "weights/stall_s", "weights/gather_s")

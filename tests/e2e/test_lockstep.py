@@ -53,7 +53,6 @@ CASES = [  # with train_ticks 1 the next version is due at the trainer before th
     (1, 2, "in_flight", [*STREAMING, "--clock.train-ticks", "1"]),
     (3, 1, "drain", []),
     (3, 2, "recompute", STREAMING),
-    (1, 2, "in_flight", ["--deployment.placement", "colocated", "--deployment.train-ranks", "0"]),
 ]
 
 
@@ -61,8 +60,7 @@ CASES = [  # with train_ticks 1 the next version is due at the trainer before th
 def test_two_runs_are_equal(model, tmp_path, max_lag, engines, mode, flags):
     args = [*LOCKSTEP, "--model.name", model, "--orchestrator.max-lag", str(max_lag), "--weights.mode", mode]
     args += ["--deployment.infer-ranks", str(engines), *flags]
-    ranks = 1 + engines + ("colocated" not in flags)
-    with Launch(tmp_path / "one", args, ranks) as first, Launch(tmp_path / "other", args, ranks) as second:
+    with Launch(tmp_path / "one", args, 2 + engines) as first, Launch(tmp_path / "other", args, 2 + engines) as second:
         one, other = first.wait(), second.wait()  # beside each other: the timing differs all the more
     assert one.returncode == other.returncode == 0, one.output[-4000:]
     assert_same(one, other)
