@@ -24,8 +24,8 @@ from spmd_rl.algorithms.check import check_algorithm
 from spmd_rl.config import ConfigError
 from spmd_rl.config.prime_rl import ROOT, Converted, convert, read_files
 from spmd_rl.config.prime_rl.reference import tables
-from spmd_rl.config.prime_rl.toml import table_to_toml
 from spmd_rl.config.prime_rl.work import Kind
+from spmd_rl.config.show import table_to_toml
 from spmd_rl.world.mesh import Mesh, MeshError
 
 TITLES: dict[Kind, str] = {

@@ -22,7 +22,12 @@ from spmd_rl.config.tree import Config
 
 def to_toml(config: Config) -> str:
     """The whole config as TOML, every default written out. Raises ConfigError for what the tree's types forbid."""
-    return "\n".join(_lines(_checked_table(config), "")).lstrip() + "\n"
+    return table_to_toml(_checked_table(config))
+
+
+def table_to_toml(table: Mapping[str, Any]) -> str:
+    """TOML of strings, booleans, numbers, lists and tables; lists of tables stand under headers of their own."""
+    return "\n".join(_lines(table, "")).lstrip() + "\n"
 
 
 def write_toml(config: Config, path: str | Path) -> None:
@@ -49,15 +54,17 @@ def _lines(table: Mapping[str, Any], path: str) -> Iterator[str]:
     for key, value in table.items():
         if not _has_header(value):
             continue
-        header = f"{path}.{_key(key)}" if path else _key(key)
-        for element in value if isinstance(value, tuple) else (value,):
-            yield f"\n[[{header}]]" if isinstance(value, tuple) else f"\n[{header}]"
+        header, several = f"{path}.{_key(key)}" if path else _key(key), not isinstance(value, Mapping)
+        for element in value if several else (value,):
+            if several or not element or any(not _has_header(inner) for inner in element.values()):
+                yield f"\n[[{header}]]" if several else f"\n[{header}]"
             yield from _lines(element, header)
 
 
 def _has_header(value: Any) -> bool:
-    """Tables, and the tree's arrays of tables (tuples there, where free tables hold lists)."""
-    return isinstance(value, Mapping) or (isinstance(value, tuple) and any(isinstance(v, Mapping) for v in value))
+    """Tables, and arrays of nothing but tables."""
+    tables = isinstance(value, list | tuple) and bool(value) and all(isinstance(inner, Mapping) for inner in value)
+    return isinstance(value, Mapping) or tables
 
 
 def _value(value: Any) -> str:

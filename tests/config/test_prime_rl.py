@@ -19,8 +19,8 @@ from spmd_rl.config.prime_rl.convert import FREE, ROWS
 from spmd_rl.config.prime_rl.earlier import RENAMED, renamed
 from spmd_rl.config.prime_rl.keys import SECTION, Key
 from spmd_rl.config.prime_rl.reference import tables
-from spmd_rl.config.prime_rl.toml import table_to_toml
 from spmd_rl.config.schema import known_kinds
+from spmd_rl.config.show import table_to_toml
 from spmd_rl.orchestrator.window import Window
 
 FILES = Path(__file__).parent / "prime_rl"
