@@ -43,7 +43,7 @@ class Collectives:
     party: Party
     members: Sequence[Member]
     collective_s: float = COLLECTIVE_S
-    wire: Callable[[Any, torch.device], Wire] = GroupWire
+    wire: Callable[[Any, torch.device, Any], Wire] = GroupWire
     clock: Callable[[], float] = time.time
     lines: list[Line] = field(default_factory=list)
     tables: dict[str, str] = field(default_factory=dict)
@@ -127,14 +127,17 @@ class Collectives:
         """The speed of sums and of links in a group over `ranks`. All ranks call it, others wait."""
         chosen = [ranks[place] for place in links.who_measures([self.members[rank].host for rank in ranks])]
         rounds = links.rounds_of(chosen)
-        wire = self.wire(group, device) if self.party.rank in ranks else None
+        wires: list[Wire] = []  # of this rank, if it is a member
 
         def work() -> dict[str, Any]:
-            if wire is None:
+            timeout = timedelta(seconds=self.collective_s)
+            meeting = dist.new_group(list(ranks), backend="gloo", timeout=timeout)
+            if self.party.rank not in ranks:
                 return {}
+            wires.append(self.wire(group, device, meeting))
             copy = links.copy_speed() if self.me.leads else None
             seconds = links.all_reduce(group, device)
-            return {"copy": copy, "sum": seconds, "speeds": links.measure(wire, self.party.rank, rounds, device)}
+            return {"copy": copy, "sum": seconds, "speeds": links.measure(wires[0], self.party.rank, rounds, device)}
 
         found, errors = self._together(f"links over {name}", work, SPEED_S)
         if errors:
@@ -144,7 +147,7 @@ class Collectives:
         if again := links.suspects(links.find_slow(speeds, self._hosts())):
 
             def repeat() -> dict[str, Any]:
-                return {} if wire is None else {"speeds": links.measure(wire, self.party.rank, again, device)}
+                return {"speeds": links.measure(wires[0], self.party.rank, again, device)} if wires else {}
 
             better, errors = self._together(f"slow links over {name}", repeat, SPEED_S)
             if not errors:
@@ -164,7 +167,7 @@ class Collectives:
         if not peers:
             self._say("clocks", ok("one host"))
             return
-        wire = self.wire(dist.group.WORLD, torch.device("cpu"))
+        wire = self.wire(dist.group.WORLD, torch.device("cpu"), dist.group.WORLD)
         found, errors = self._together(
             "clocks", lambda: skew.exchange(wire, self.party.rank, peers, self.clock), self.collective_s + len(peers)
         )

@@ -84,7 +84,7 @@ def main(folder: Path, case: str) -> None:
 
     def collectives(party: Party, members: Sequence[Member]) -> Collectives:
         collective_s = SHORT_S if case in ("killed", "stopped") else COLLECTIVE_S
-        return Collectives(party, members, collective_s, lambda group, device: BadWire(group, device, case), clock)
+        return Collectives(party, members, collective_s, lambda *wire: BadWire(*wire, case), clock)
 
     means = Means(STORE_S, COME_S, facts_s=30.0, machine_s=30.0, place=place, collectives=collectives)
     end(*examine("rl", words, means), str(folder / "report.json"))

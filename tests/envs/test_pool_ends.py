@@ -74,10 +74,11 @@ def test_workers_end_with_their_program(end, code):
 
 def children() -> set[int]:
     """Of this process, those that nobody has reaped among them."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
-    return found
+    try:
+        of_threads = [(task / "children").read_text().split() for task in Path("/proc/self/task").iterdir()]
+    except (FileNotFoundError, ProcessLookupError):  # a thread ended meanwhile: its children are another one's now
+        return children()
+    return {int(pid) for pids in of_threads for pid in pids}
 
 
 @pytest.mark.parametrize("way", ["close", "with", "collected"])
