@@ -337,11 +337,6 @@ def _weights(c: Config) -> Iterator[str]:
             "weights.strict is on with weights.probe_sequences = 0: without a probe nothing is measured that could "
             "stop the run; set probe_sequences to 1 or more, or turn strict off"
         )
-    if c.deployment.placement == "colocated" and c.clock.mode == "lockstep":
-        yield (
-            "clock.mode = lockstep with deployment.placement = colocated: two such runs are not equal yet; set one of "
-            "them to its default"
-        )
     for key, only in (("mode", "in_flight"), ("staging", "whole")):
         if c.deployment.placement == "colocated" and getattr(c.weights, key) != only:
             yield (

@@ -27,8 +27,8 @@ LOCKSTEP = [
 ]
 
 
-def finished(folder: Path, *args: str, engines: int = 1) -> Run:
-    done = run(folder, [*LOCKSTEP, *args, "--deployment.infer-ranks", str(engines)], nproc=2 + engines)
+def finished(folder: Path, *args: str, ranks: int = 3) -> Run:
+    done = run(folder, [*LOCKSTEP, *args], nproc=ranks)
     assert done.returncode == 0, done.output[-4000:]
     return done
 
@@ -46,6 +46,9 @@ def timeless(record: dict) -> dict:
 
 TASK = Task("talk", 0, {})
 STREAMING = ["--weights.staging", "buckets", "--weights.bucket-mb", "0.1"]
+TOGETHER = [  # with few requests at a time, so that some are under way when the engines are put to sleep
+    *("--deployment.placement", "colocated", "--deployment.train-ranks", "0", "--inference.vllm.max_num_seqs", "6"),
+]
 CASES = [  # with train_ticks 1 the next version is due at the trainer before the last one has left it
     (0, 1, "in_flight", []),
     (0, 2, "drain", STREAMING),
@@ -53,6 +56,7 @@ CASES = [  # with train_ticks 1 the next version is due at the trainer before th
     (1, 2, "in_flight", [*STREAMING, "--clock.train-ticks", "1"]),
     (3, 1, "drain", []),
     (3, 2, "recompute", STREAMING),
+    (1, 2, "in_flight", TOGETHER),
 ]
 
 
@@ -60,7 +64,8 @@ CASES = [  # with train_ticks 1 the next version is due at the trainer before th
 def test_two_runs_are_equal(model, tmp_path, max_lag, engines, mode, flags):
     args = [*LOCKSTEP, "--model.name", model, "--orchestrator.max-lag", str(max_lag), "--weights.mode", mode]
     args += ["--deployment.infer-ranks", str(engines), *flags]
-    with Launch(tmp_path / "one", args, 2 + engines) as first, Launch(tmp_path / "other", args, 2 + engines) as second:
+    ranks = 1 + engines + (flags is not TOGETHER)
+    with Launch(tmp_path / "one", args, ranks) as first, Launch(tmp_path / "other", args, ranks) as second:
         one, other = first.wait(), second.wait()  # beside each other: the timing differs all the more
     assert one.returncode == other.returncode == 0, one.output[-4000:]
     assert_same(one, other)
@@ -85,13 +90,14 @@ def versions_by_turn(episode: Episode) -> list[list[int]]:
     return [part.tolist() for part in np.split(sample.versions, edges) if part[0] >= 0]
 
 
-def test_eight_steps_are_four_steps_a_kill_and_four_steps(model, tmp_path):
+@pytest.mark.parametrize(("flags", "ranks"), [([], 3), (TOGETHER, 2)], ids=["apart", "together"])
+def test_eight_steps_are_four_steps_a_kill_and_four_steps(model, tmp_path, flags, ranks):
     """With requests in flight at the fence, and rollouts that were lost between fence and kill."""
-    args = ["--model.name", model, "--max-steps", "8", "--ckpt.interval", "4", "--orchestrator.max-lag", "2"]
-    with Launch(tmp_path / "run", [*LOCKSTEP, *args]) as launch:
+    args = ["--model.name", model, "--max-steps", "8", "--ckpt.interval", "4", "--orchestrator.max-lag", "2", *flags]
+    with Launch(tmp_path / "run", [*LOCKSTEP, *args], ranks) as launch:
         launch.wait_for_step(6)
-        os.kill(launch.pid_of(2), signal.SIGKILL)
+        os.kill(launch.pid_of(ranks - 1), signal.SIGKILL)
         assert launch.wait().returncode != 0
-    again = finished(tmp_path / "run", *args, "--ckpt.resume", "latest")
+    again = finished(tmp_path / "run", *args, "--ckpt.resume", "latest", ranks=ranks)
     assert "step_000004: version 4 serves" in again.output
-    assert_same(finished(tmp_path / "whole", *args), again)
+    assert_same(finished(tmp_path / "whole", *args, ranks=ranks), again)
