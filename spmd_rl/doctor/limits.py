@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 from spmd_rl.doctor.finding import Check, Finding, fail, ok, warn
 from spmd_rl.doctor.place import Place
+from spmd_rl.world.host_memory import cgroups, memory_available, read
 
 GIB = 2**30
 RANK_GIB = (0.75, 1.5)  # memory per rank: below the first it fails, below the second it is tight (vLLM imported: 0.6)
@@ -47,7 +46,7 @@ def threads(place: Place) -> Finding:
 
 def memory(place: Place) -> Finding:
     """What is left of the machine's memory and of every cgroup's limit above this process."""
-    available = memory_available(place) / GIB
+    available = memory_available(place.root) / GIB
     each = available / place.ranks
     value = f"{available:.1f} GiB free" + (f", {each:.1f} per rank" if place.ranks > 1 else "")
     fails, tight = RANK_GIB
@@ -103,49 +102,14 @@ def locked_memory(place: Place) -> Finding:
 def usable_cores(place: Place) -> float:
     """By affinity and by the cgroups' quotas."""
     count = float(len(os.sched_getaffinity(0)))
-    for folder in cgroups(place, "cpu"):
-        if (v2 := _read(folder / "cpu.max")) and not v2.startswith("max"):
+    for folder in cgroups("cpu", place.root):
+        if (v2 := read(folder / "cpu.max")) and not v2.startswith("max"):
             quota, period = v2.split()
             count = min(count, int(quota) / int(period))
-        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        quota, period = read(folder / "cpu.cfs_quota_us"), read(folder / "cpu.cfs_period_us")
         if quota and period and int(quota) > 0:
             count = min(count, int(quota) / int(period))
     return count
-
-
-def memory_available(place: Place) -> int:
-    """Bytes that may still be taken."""
-    lines = (line.split() for line in (place.root / "proc/meminfo").read_text().splitlines())
-    free = {name.rstrip(":"): int(number) * 1024 for name, number, *_ in lines}["MemAvailable"]
-    for folder in cgroups(place, "memory"):
-        for limit, usage, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-        ):
-            said = _read(folder / limit)
-            if said.isdigit():
-                reclaimable = dict(line.split() for line in _read(folder / "memory.stat").splitlines()).get(cache, 0)
-                free = min(free, int(said) - int(_read(folder / usage) or 0) + int(reclaimable))
-    return max(0, free)
-
-
-def cgroups(place: Place, controller: str) -> Iterator[Path]:
-    """The folders of the groups of one controller that this process is in, from its own to the root."""
-    top = place.root / "sys/fs/cgroup"
-    for line in _read(place.root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        mount = next((m for m in (top / controllers, top / controller) if controllers and m.is_dir()), top)
-        own = mount / path.lstrip("/")
-        yield from (folder for folder in (own, *own.parents) if folder == mount or mount in folder.parents)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 CHECKS = (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from spmd_rl.doctor.imports import Imports, Trial
+from spmd_rl.world.fingerprint import installed
 
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
@@ -39,7 +40,7 @@ class Place:
     wishes: Wishes = field(default_factory=Wishes)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     root: Path = Path("/")  # what /proc, /sys and /dev are below
-    version: Callable[[str], str] = lambda name: installed(name)
+    version: Callable[[str], str] = installed
     requires: Callable[[str], list[str]] = lambda name: required(name)
 
     def gpus(self) -> list[dict]:
@@ -50,14 +51,6 @@ class Place:
 def here(ranks: int, hosts: int, wishes: Wishes) -> Place:
     """This machine; its imports begin to be tried."""
     return Place(Imports().of, ranks, hosts, wishes)
-
-
-def installed(name: str) -> str:
-    """The version of an installed distribution; empty when there is none."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def required(name: str) -> list[str]:

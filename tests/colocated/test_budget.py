@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spmd_rl.colocated.budget import TooLittleMemory, budget, check_room, host_memory, shortage
+from spmd_rl.colocated.budget import TooLittleMemory, budget, check_room, shortage
 from spmd_rl.config.tree import AlgorithmConfig, Config, KLConfig, OrchestratorConfig
 
 BILLION = 10**9
@@ -39,14 +39,3 @@ def test_a_model_too_large_for_this_host_is_refused():
     check_room(Config(), 10**6, 1, torch.device("cpu"), 1)
     with pytest.raises(TooLittleMemory, match=r"to infer takes at least .* GB .* VLLM_CPU_KVCACHE_SPACE"):
         check_room(Config(), 10**13, 8, torch.device("cpu"), 1)
-
-
-def test_a_control_group_is_the_limit_where_there_is_one(tmp_path):
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal:       16000 kB\nMemFree: 1 kB\n")
-    assert host_memory(tmp_path) == 16000 * 1024
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
-    assert host_memory(tmp_path) == 16000 * 1024
-    (tmp_path / "sys/fs/cgroup/memory.max").write_text("4096\n")
-    assert host_memory(tmp_path) == 4096

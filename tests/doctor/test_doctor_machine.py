@@ -18,6 +18,7 @@ from spmd_rl.doctor.finding import Check, Finding, run_checks
 from spmd_rl.doctor.imports import Trial
 from spmd_rl.doctor.machine import CHECKS
 from spmd_rl.doctor.place import Wishes, required
+from spmd_rl.world.host_memory import memory_available, memory_total
 from tests.doctor.places import GIB, cuda_torch, h200, machine, of_ranks, write
 
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:00:00 UTC 2026\n"
@@ -134,14 +135,14 @@ def test_memory_is_judged_per_rank(tmp_path: Path, ranks: int, status: str) -> N
 
 def test_the_tightest_cgroup_above_this_process_counts(tmp_path: Path) -> None:
     place = machine(tmp_path)
-    assert limits.memory_available(place) == 32 * GIB
+    assert memory_available(place.root) == 32 * GIB
     top = tmp_path / "sys/fs/cgroup"
     write(tmp_path / "proc/self/cgroup", "0::/job/step\n")
     write(top / "job/step/memory.max", "max\n")
     write(top / "job/memory.max", f"{4 * GIB}\n")
     write(top / "job/memory.current", f"{3 * GIB}\n")
     write(top / "job/memory.stat", f"anon 1\ninactive_file {GIB}\n")
-    assert limits.memory_available(place) == 2 * GIB
+    assert (memory_available(place.root), memory_total(place.root)) == (2 * GIB, 4 * GIB)
     write(top / "job/cpu.max", "150000 100000\n")
     assert limits.usable_cores(place) == min(1.5, len(os.sched_getaffinity(0)))
 
@@ -154,7 +155,7 @@ def test_cgroups_of_the_first_version(tmp_path: Path) -> None:
     write(top / "memory/job/memory.usage_in_bytes", f"{GIB}\n")
     write(top / "cpu,cpuacct/job/cpu.cfs_quota_us", "50000\n")
     write(top / "cpu,cpuacct/job/cpu.cfs_period_us", "100000\n")
-    assert limits.memory_available(place) == GIB
+    assert (memory_available(place.root), memory_total(place.root)) == (GIB, 2 * GIB)
     assert limits.usable_cores(place) == 0.5
 
 

@@ -137,18 +137,6 @@ def test_facts_that_differ_name_who_holds_what() -> None:
     assert agreement.compare([{"code": "aa"}, {}], ["r0", "r1"])[1].finding.status == "FAIL"
 
 
-def test_the_hash_of_the_code_sees_every_file(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a/x.py").write_text("1")
-    first = agreement.folder_hash(tmp_path, "*.py")
-    (tmp_path / "a/notes.txt").write_text("1")
-    assert agreement.folder_hash(tmp_path, "*.py") == first
-    (tmp_path / "a/x.py").rename(tmp_path / "a/y.py")
-    moved = agreement.folder_hash(tmp_path, "*.py")
-    (tmp_path / "a/y.py").write_text("2")
-    assert len({first, moved, agreement.folder_hash(tmp_path, "*.py")}) == 3
-
-
 @pytest.mark.parametrize(
     ("see", "error", "status"), [("abc", "", "ok"), ("a", "", "warn"), ("ab", "", "FAIL"), ("", "read-only", "warn")]
 )
