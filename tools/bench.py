@@ -24,6 +24,7 @@ PARTS = (
     "journal",
     "soak",
     "soak_real",
+    "start",
     "envs",
     "pool",
     "sandbox",

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: lint, format, types, unit tests (two processes), multi-process
-# tests, and those once more with every collective cross-checked by torch. Runs all parts, then fails if one failed.
+# Everything that must hold before a change goes in: lint, format, types, unit tests, tests of process groups with every
+# collective cross-checked by torch, and whole runs as a user starts them. Tests run in two processes, files of those
+# that start ranks as a whole in one. Runs all parts, then fails if one failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh dev
@@ -23,8 +24,8 @@ part "lint" ruff check .
 part "format" ruff format --check .
 part "types" mypy
 part "unit tests" pytest -n 2 tests --ignore tests/distributed --ignore tests/e2e
-part "multi-process tests" pytest --durations 20 tests/distributed tests/e2e
-part "the same under DETAIL" env TORCH_DISTRIBUTED_DEBUG=DETAIL pytest tests/distributed
+part "groups under DETAIL" env TORCH_DISTRIBUTED_DEBUG=DETAIL pytest -n 2 --dist loadfile tests/distributed
+part "whole runs" pytest -n 2 --dist loadfile --durations 20 tests/e2e
 
 printf '\n== result\n'
 printf '%s\n' "${closing[@]}"

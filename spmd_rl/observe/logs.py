@@ -20,6 +20,7 @@ from typing import TextIO
 
 from spmd_rl.observe.disk import explain_full_disk
 
+AGAIN = b"\n---- started again ----\n"
 FOLLOW_S = 0.05  # how far the screen may be behind the file
 SCREEN_S = 5.0  # a screen that takes nothing (a stopped pager, a dead connection) must not keep a run from ending
 
@@ -36,7 +37,10 @@ class RankOutput:
         self.show: Callable[[str], object] = self._write_to_screen  # a live display puts its own function here
         with explain_full_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._begin = os.fstat(target).st_size  # behind what an earlier attempt wrote
+        if self._begin:
+            os.write(target, AGAIN)
         for fd in self._saved:
             os.dup2(target, fd)
         os.close(target)
@@ -79,6 +83,7 @@ class RankOutput:
     def _follow(self) -> None:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a read may end inside a character
         with open(self.path, "rb") as log:
+            log.seek(self._begin)
             done = False
             while not done:
                 done = self._done.wait(FOLLOW_S)  # asked before reading: the last round sees the last bytes
@@ -93,8 +98,8 @@ class RankOutput:
 def redirect_rank_output(folder: str | Path, rank: int, console: bool) -> RankOutput:
     """Send stdout and stderr of this process to `folder`/logs/rank_<rank>.log; with `console` to the screen too.
 
-    folder: the run's output folder. Undo with `restore()` (or use it as a context manager). Output of an earlier run
-    in the same file is overwritten. Raises OSError when the disk is full.
+    folder: the run's output folder. Undo with `restore()` (or use it as a context manager). What an earlier
+    attempt wrote into the same file stays. Raises OSError when the disk is full.
     """
     return RankOutput(Path(folder) / "logs" / f"rank_{rank:05d}.log", console)
 

@@ -35,10 +35,11 @@ def start(program: str, argv: Sequence[str], config: Config, nproc: int, dry_run
     here = accelerators_here(os.environ)
     node = Node.from_env(nproc, here, spare)
     if dry_run:
-        print(show(config, Mesh.of(command, config, nproc * (node.count if node else 1))))
+        print(show(config, Mesh.of(command, config, nproc * (node.count if node else 1), not 0 < nproc <= here)))
         return 0
     if node is None:
-        return launch(program, argv, Mesh.of(command, config, nproc).world_size, config.output_dir)
+        mesh = Mesh.of(command, config, nproc, not 0 < nproc <= here)
+        return launch(program, argv, mesh.world_size, config.output_dir)
     met = meet(node)
     Mesh.of(command, config, met.world_size, met.processes[0] > here)
     return launch(program, argv, node.processes, config.output_dir, node, met)

@@ -25,7 +25,8 @@ def test_a_process_left_behind_is_an_error_and_is_killed(tmp_path):
     assert not launch.processes()
 
 
-def test_shared_memory_left_behind_is_an_error(tmp_path):
+def test_shared_memory_left_behind_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.e2e.runner.LEFT_S", 0.5)  # launches beside this one wait longer for it to go
     path = Path("/dev/shm") / f"left-{tmp_path.parent.name}-{tmp_path.name}"
     try:
         with pytest.raises(AssertionError, match=path.name):

@@ -63,6 +63,7 @@ class RepoFix:
         seconds: float = 30.0,
         output: int = 2000,
         wrong: float = 0.0,
+        lazy: float = 0.0,
         heldout: float = 0.1,
         reward: str = "exact",
         sandbox: Kind = "auto",
@@ -77,9 +78,10 @@ class RepoFix:
         `depth`: callers between what is tested and the function with the bug; `turns`: replies at most, 0: four more
         than the teacher takes; `bad_calls` that can't be made, in a row, end the attempt; `show_tools`: the prompt
         describes them (with `chat` only; a tiny model learns them from its teacher); `seconds` that a command may take;
-        `output`: characters of a tool's answer at most; `wrong`: share of the teacher's attempts with a wrong edit;
-        `heldout`: share of the repositories kept from training, with any bug; `sandbox`, `allow_unsafe`, `at_once`:
-        `boxes.py`; `chat`, `rules`, `max_tokens` (of one reply): `single_turn.py`.
+        `output`: characters of a tool's answer at most; `wrong`: share of the teacher's edits that are wrong; `lazy`:
+        share of its attempts that say "fixed" instead of an edit; `heldout`: share of the repositories kept from
+        training, with any bug; `sandbox`, `allow_unsafe`, `at_once`: `boxes.py`; `chat`, `rules`, `max_tokens` (of one
+        reply): `single_turn.py`.
         """
         check_number(self.SOURCE, "level", level, 1, 2)
         check_number(self.SOURCE, "files", files, 1, MOST_FILES)
@@ -90,9 +92,10 @@ class RepoFix:
         check_number(self.SOURCE, "seconds", seconds, 0.1, 3600.0)
         check_number(self.SOURCE, "output", output, 100, 10**6)
         check_share(self.SOURCE, "wrong", wrong)
+        check_share(self.SOURCE, "lazy", lazy)
         check_choice(self.SOURCE, "reward", reward, ("exact", "dense"))
         self._turns, self._bad_calls, self._seconds, self._output = turns, bad_calls, seconds, output
-        self._wrong, self._dense = wrong, reward == "dense"
+        self._wrong, self._lazy, self._dense = wrong, lazy, reward == "dense"
         self._boxes = Boxes(self.SOURCE, sandbox, allow_unsafe, at_once)
         self._style = Style(tokenizer, chat, self.RULES if rules else "", max_tokens or LONGEST_CALL[level])
         self._shown = self._tools(self._place({})).schemas if show_tools and chat else []
@@ -140,13 +143,15 @@ class RepoFix:
         return Reward(value, {**parts, "bad_calls": float(last.bad)})
 
     def solve(self, task: Task, heard: list[str], rng: np.random.Generator) -> str:
-        """The next step of the teacher's plan; the edit is a wrong one with probability `wrong`."""
+        """The next step of the teacher's plan; its edit may be a wrong one, or none (`wrong`, `lazy`)."""
         data, bug = task.data, task.data["bug"]
         step, path = steps_of(data)[len(heard) - 1]
         if step == "bash":
             return call_of("bash", command=data["command"])
         if step == "read":
             return call_of("read", path=path)
+        if step == "edit" and rng.random() < self._lazy:
+            return "fixed"
         if step == "edit":
             mistakes = bug["mistakes"]
             new = mistakes[rng.integers(len(mistakes))] if rng.random() < self._wrong else bug["new"]
