@@ -38,9 +38,9 @@ class RankOutput:
         with explain_full_disk(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
             target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._begin = os.fstat(target).st_size  # behind what an earlier attempt wrote
-        if self._begin:
+        if os.fstat(target).st_size:
             os.write(target, AGAIN)
+        self._begin = os.fstat(target).st_size  # behind what an earlier attempt wrote
         for fd in self._saved:
             os.dup2(target, fd)
         os.close(target)

@@ -92,6 +92,13 @@ def test_a_screen_that_takes_nothing_does_not_keep_the_run_from_ending(tmp_path)
     assert done.returncode == 0
 
 
+def test_another_attempt_writes_on_and_shows_only_its_own(tmp_path):
+    run(tmp_path, True, "output.restore()")
+    again = run(tmp_path, True, "output.restore()")
+    assert log_of(tmp_path) == [*SPOKEN, "", "---- started again ----", *SPOKEN]
+    assert again.stdout.splitlines() == ["before", *SPOKEN]
+
+
 def test_last_lines_are_at_hand(tmp_path):
     done = run(tmp_path, False, "text = output.tail(2); output.restore(); print(text)")
     assert done.stdout.splitlines()[1:] == SPOKEN[-2:]

@@ -457,11 +457,17 @@ def test_no_turn_of_the_teacher_is_longer_than_a_reply(size: Size, seed: int) ->
     assert limit < 200 or size.level == 2
 
 
-def test_the_teacher_is_wrong_as_often_as_it_says() -> None:
-    env = made(wrong=0.3)
-    turns = [env.solve(TASK, ["", BUGGY], np.random.default_rng(seed)) for seed in range(400)]
-    assert set(turns) == {EDIT, EDIT.replace("a + b", "a * b")}
-    assert np.mean([turn != EDIT for turn in turns]) == pytest.approx(0.3, abs=0.07)
+def test_the_teacher_is_wrong_and_lazy_as_often_as_it_says() -> None:
+    env = made(wrong=0.3, lazy=0.2)
+    turns = [env.solve(TASK, ["", BUGGY], np.random.default_rng(seed)) for seed in range(600)]
+    assert set(turns) == {EDIT, EDIT.replace("a + b", "a * b"), "fixed"}
+    assert np.mean([turn == "fixed" for turn in turns]) == pytest.approx(0.2, abs=0.06)
+    assert np.mean([turn == EDIT for turn in turns]) == pytest.approx(0.8 * 0.7, abs=0.07)
+
+
+def test_who_says_that_it_is_fixed_without_an_edit_gets_nothing() -> None:
+    episode = taught(made(lazy=1.0, max_tokens=0), 0)
+    assert (episode.reward.value, episode.status, episode.reward.parts["turns"]) == (0.0, "ok", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -476,6 +482,7 @@ def test_the_teacher_is_wrong_as_often_as_it_says() -> None:
         ({"seconds": 0}, "repo_fix: seconds = 0"),
         ({"output": 0}, "repo_fix: output = 0"),
         ({"wrong": 2}, "repo_fix: wrong = 2"),
+        ({"lazy": -1}, "repo_fix: lazy = -1"),
         ({"reward": "half"}, "repo_fix: reward = 'half' must be one of exact, dense"),
         ({"sandbox": "subprocess"}, "repo_fix: sandbox = 'subprocess' confines nothing"),
     ],
