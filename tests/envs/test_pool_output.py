@@ -22,7 +22,10 @@ class Printed:
         return self.log
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n"), max_size=9), max_size=9), st.integers(1, 30))
+@given(
+    st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), max_size=9), max_size=9),
+    st.integers(1, 30),
+)
 def test_lines_come_whole_however_they_are_cut(lines, size):
     printed = Printed()
     data = "".join(f"{line}\n" for line in lines).encode()
