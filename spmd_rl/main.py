@@ -28,6 +28,7 @@ from spmd_rl.world.error_file import write_error_file  # noqa: E402
 from spmd_rl.world.launcher import hear_sigterm, take_nproc  # noqa: E402
 from spmd_rl.world.meeting import MeetingError  # noqa: E402
 from spmd_rl.world.mesh import Mesh, MeshError  # noqa: E402
+from spmd_rl.world.placement import processes_by_host  # noqa: E402
 from spmd_rl.world.start import show, start  # noqa: E402
 
 # What rank 0 runs; the other ranks take the role that the mesh gives them.
@@ -54,7 +55,7 @@ def main(argv: list[str]) -> int:
             return start(str(Path(__file__).resolve()), argv, config, nproc, dry_run)
         hear_sigterm()
         spare = spare_process(config.deployment.device, os.environ)
-        mesh = Mesh.of(argv[0], config, int(os.environ["WORLD_SIZE"]), spare)
+        mesh = Mesh.of(argv[0], config, int(os.environ["WORLD_SIZE"]), spare, processes_by_host(os.environ))
     except (ConfigError, MeshError, MeetingError) as error:
         write_error_file(f"error: {error}", first=os.environ.get("RANK") == "0")
         if os.environ.get("RANK", "0") == "0":

@@ -1,6 +1,7 @@
-"""Make a tiny random Qwen3 with the byte tokenizer, a folder in Hugging Face format that needs no download.
+"""Make a tiny random model with the byte tokenizer, a folder in Hugging Face format that needs no download.
 
     python tools/make_tiny.py --out outputs/tiny --seed 0 --layers 4 --hidden 256
+    python tools/make_tiny.py --out outputs/tiny-moe --architecture qwen3_moe --experts 8
 
 The defaults are the quickstart's model: 0.4 million parameters, small enough to learn on a laptop in a minute.
 """
@@ -8,6 +9,7 @@ The defaults are the quickstart's model: 0.4 million parameters, small enough to
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -23,8 +25,12 @@ def main(
     ff: int = 384,
     tied: bool = False,
     init_std: float = 0.02,
+    architecture: Literal["qwen3", "llama", "qwen3_moe", "qwen2_moe"] = "qwen3",
+    experts: int = 8,
+    top_k: int = 2,
+    expert_ff: int = 128,
 ) -> None:
-    """Write a tiny random Qwen3 and its byte tokenizer.
+    """Write a tiny random model and its byte tokenizer.
 
     Args:
         out: the folder to write; made if absent, files of an earlier model in it are replaced
@@ -37,6 +43,10 @@ def main(
         ff: width of the MLP
         tied: input and output embedding are one matrix
         init_std: standard deviation of the random weights
+        architecture: the family
+        experts: of each layer, in families that have them
+        top_k: how many of them a token takes
+        expert_ff: width of one expert
     """
     # Imported here: `--help` needs no torch.
     from spmd_rl.models import byte_tokenizer
@@ -55,10 +65,14 @@ def main(
         ff=ff,
         tied=tied,
         init_std=init_std,
+        architecture=architecture,
+        experts=experts,
+        top_k=top_k,
+        expert_ff=expert_ff,
         eos_token_id=byte_tokenizer.EOS_ID,
         pad_token_id=byte_tokenizer.PAD_ID,
     )
-    print(f"wrote a Qwen3 with {layers} layers, hidden size {hidden} and seed {seed} into {out}")
+    print(f"wrote a {architecture} with {layers} layers, hidden size {hidden} and seed {seed} into {out}")
 
 
 if __name__ == "__main__":

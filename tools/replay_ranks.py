@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from spmd_rl.algorithms import resolve, resolve_sources, supervised
 from spmd_rl.config.tree import Config
 from spmd_rl.envs.protocol import Environment
+from spmd_rl.models.hf_config import read_config
+from spmd_rl.models.hf_config import resolve as resolve_model
 from spmd_rl.orchestrator import preflight
 from spmd_rl.orchestrator.batch import make_batch
 from spmd_rl.orchestrator.book import Book, Taken
@@ -30,7 +32,8 @@ from spmd_rl.orchestrator.seeds import seed_of
 from spmd_rl.orchestrator.sources import make_sources
 from spmd_rl.orchestrator.steering import parse
 from spmd_rl.orchestrator.trainers import columns
-from spmd_rl.rollouts.packing import Packed, pack
+from spmd_rl.rollouts.cost import TrainingCost
+from spmd_rl.rollouts.packing import Cost, Packed, pack
 from spmd_rl.trainer.role import TrainerRank, build_learner, silent
 from spmd_rl.world.journal import read
 from spmd_rl.world.mesh import Mesh
@@ -67,11 +70,12 @@ class Comparison:
 
 
 def orders(run: Path, config: Config, index: int, ranks: int) -> Iterator[Order]:
-    """What trainer rank `index` of `ranks` did in that run."""
+    """What data rank `index` of `ranks` did in that run."""
     tokenizer = preflight.load_tokenizer(config)
     envs = preflight.load_environments(config, tokenizer)
+    cost = TrainingCost.known(read_config(resolve_model(config.model.name)))
     for step, learned in enumerate(_warm_up(config, envs, tokenizer), 1):
-        packed = pack(supervised.learned(learned), ranks, config.seq_len)
+        packed = pack(supervised.learned(learned), ranks, config.seq_len, cost)
         yield Train(step, "warmup", _rows([packed], index))
     if config.warmup.steps:
         yield FreshOptimizer("rl")
@@ -85,7 +89,7 @@ def orders(run: Path, config: Config, index: int, ranks: int) -> Iterator[Order]
         if isinstance(record, Steered) and parse(record.command)[1] == "lr":
             lr = parse(record.command)[2]
         if isinstance(record, Took) and taken is not None:
-            yield Train(record.step, "rl", _rows(_packed(taken, config, algorithm, memory, ranks), index), lr)
+            yield Train(record.step, "rl", _rows(_packed(taken, config, algorithm, memory, ranks, cost), index), lr)
     yield Stop()
 
 
@@ -99,12 +103,14 @@ def _warm_up(config: Config, envs: list[Environment], tokenizer: Any) -> list[li
     return asyncio.run(make())
 
 
-def _packed(taken: Taken, config: Config, algorithm: Any, memory: dict[str, float], ranks: int) -> list[Packed]:
+def _packed(
+    taken: Taken, config: Config, algorithm: Any, memory: dict[str, float], ranks: int, cost: Cost | None
+) -> list[Packed]:
     o = config.orchestrator
     oldest = taken.step - 1 - o.max_token_lag if o.max_token_lag else 0
     seed = seed_of(config.seed, "shuffle", taken.step)
     batch = make_batch(taken.groups, taken.dropped, o, algorithm, memory, seed, oldest, resolve_sources(o))
-    return [pack(samples, ranks, config.seq_len) for samples in batch.minibatches]
+    return [pack(samples, ranks, config.seq_len, cost) for samples in batch.minibatches]
 
 
 def _rows(packed: list[Packed], index: int) -> list[list[dict[str, Any]]]:
@@ -116,15 +122,20 @@ def main() -> None:
     run, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = settings(run)
     deadlines = config.deadlines
-    config = replace(config, output_dir=f"{run}-train-only", ckpt=replace(config.ckpt, resume=""))
+    deployment = replace(config.deployment, rank_map=())  # it spoke of another world
+    config = replace(
+        config, output_dir=f"{run}-train-only", ckpt=replace(config.ckpt, resume=""), deployment=deployment
+    )
     watchdog = Watchdog(rank, ranks, "trainer", deadlines.heartbeat_s, deadlines.start_s)
     watchdog.start()
     began = next(record for _, record in read(run / JOURNAL, AnyRecord) if isinstance(record, Began))
     comparison = Comparison(run, exact=began.layout[0] == ranks)
     try:
-        world = World.join(config, Mesh.all_train(ranks), watchdog)
+        world = World.join(config, Mesh.all_train(ranks, config), watchdog)
         tell = comparison.tell if rank == 0 else silent
-        TrainerRank(world, build_learner(world), tell).follow(orders(run, config, rank, ranks))
+        dims = world.mesh.dims
+        rows = orders(run, config, dims.data_rank(world.mesh.trainers.index(rank)), dims.data_ranks)
+        TrainerRank(world, build_learner(world), tell).follow(rows)
         world.leave()
     except BaseException as error:
         watchdog.fail(error)

@@ -222,6 +222,7 @@ def _train_sample(
         entropy_weight=share * settings.entropy_bonus,
         reward=own_reward if algorithm.critic else 0.0,
         hint=sample.hint if algorithm.teacher == "hint" else None,
+        routes=sample.routes,
     )
 
 

@@ -49,7 +49,8 @@ def run(world: World) -> None:
         clock.start()
     folder = resolve(config.model.name)
     parameters = sum(math.prod(shape) for shape in tensor_shapes(folder).values())
-    check_room(config, parameters, len(mesh.trainers), world.device, int(os.environ["LOCAL_WORLD_SIZE"]))
+    sharers = len(mesh.trainers) // mesh.dims.dp_replicate
+    check_room(config, parameters, sharers, world.device, int(os.environ["LOCAL_WORLD_SIZE"]))
     ledger = Ledger(world.device)
     with watchdog.stage("build the engine", config.deadlines.start_s):
         started = time.perf_counter()

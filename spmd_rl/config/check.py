@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
+from spmd_rl.config.check_replay import check_replay
 from spmd_rl.config.check_sources import check_evaluation, check_sampling, check_sources
 from spmd_rl.config.errors import ConfigError
 from spmd_rl.config.slurm import check_slurm
@@ -41,6 +42,14 @@ AT_LEAST = {
     "seed": 0,
     "trainer.model.lm_head_chunk": 1,
     "trainer.threads": 1,
+    "trainer.parallel.dp_replicate": 1,
+    "trainer.parallel.nodes_per_fsdp_group": 0,
+    "trainer.parallel.cp": 1,
+    "trainer.parallel.ep": 0,
+    "trainer.parallel.deepep_num_sms": 0,
+    "trainer.parallel.deepep_token_chunk_size": 0,
+    "trainer.moe.bias_rate": 0,
+    "trainer.moe.sequence_coef": 0,
     "trainer.optim.lr": 0,
     "trainer.optim.weight_decay": 0,
     "trainer.optim.max_norm": 0,
@@ -123,7 +132,10 @@ ENGINE_ARGS_ELSEWHERE = {
     "max_model_len": "seq_len",
     "tensor_parallel_size": "inference.tp",
     "device_ids": "deployment.device",
+    "enable_return_routed_experts": "trainer.router_replay",
 }
+
+DEEPEP_RUNS = (("bfloat16", "auto"), ("bfloat16", "cuda"))  # trainer.model.dtype and deployment.device
 
 # vLLM's arguments that have only one right value here.
 ENGINE_ARGS_FIXED = {
@@ -156,10 +168,12 @@ def check(config: Config, command: str = "rl") -> None:
             check_evaluation,
             _optimizers,
             _precision,
+            _parallel,
+            check_replay,
             _weights,
             _guard,
         ),
-        "sft": (*everywhere, _optimizers, _precision, _sft),
+        "sft": (*everywhere, _optimizers, _precision, _parallel, _sft),
         "eval": (*everywhere, check_sources, check_evaluation, _evaluates),
         "generate": (*everywhere, _room, _generate),
         "serve": (*everywhere, _room, _serve),
@@ -298,7 +312,7 @@ def _optimizer(part: str, optim: OptimConfig, scheduler: SchedulerConfig, key: s
 
 def _precision(c: Config) -> Iterator[str]:
     attn, dtype = c.trainer.model.attn, c.trainer.model.dtype
-    if attn not in ("flash_attention_2", "varlen"):
+    if attn in ("auto", "sdpa"):
         return
     if c.deployment.device == "cpu":
         yield f"trainer.model.attn = {attn} with deployment.device = cpu: has no backward pass there; use sdpa or auto"
@@ -328,6 +342,30 @@ def _engine(c: Config) -> Iterator[str]:
         yield (
             f"deployment.infer_ranks = {infer_ranks} is not a multiple of inference.tp = {tp}: every replica takes tp "
             f"ranks; set infer_ranks to {max(tp, infer_ranks - infer_ranks % tp)}, or another tp"
+        )
+
+
+def _parallel(c: Config) -> Iterator[str]:
+    parallel = c.trainer.parallel
+    if parallel.cp > 1 and c.trainer.model.impl == "hf":
+        yield (
+            f"trainer.parallel.cp = {parallel.cp} with trainer.model.impl = hf: transformers' models can't cut a row; "
+            "set impl = custom, or cp = 1"
+        )
+    if parallel.ep > 1 and c.trainer.model.impl == "hf":
+        yield (
+            f"trainer.parallel.ep = {parallel.ep} with trainer.model.impl = hf: the experts of transformers' models "
+            "can't be divided; set impl = custom, or ep = 1"
+        )
+    if parallel.ep_comm_backend == "deepep" and (c.trainer.model.dtype, c.deployment.device) not in DEEPEP_RUNS:
+        yield (
+            "trainer.parallel.ep_comm_backend = deepep moves bfloat16 between GPUs: set trainer.model.dtype = bfloat16 "
+            "and leave deployment.device at auto or cuda, or set ep_comm_backend = torch"
+        )
+    if parallel.nodes_per_fsdp_group and parallel.dp_replicate > 1:
+        yield (
+            f"trainer.parallel.nodes_per_fsdp_group = {parallel.nodes_per_fsdp_group} with dp_replicate = "
+            f"{parallel.dp_replicate}: the first is another way of saying the second; set one of them to its default"
         )
 
 

@@ -29,7 +29,7 @@ class TrainerModelConfig:
 
     impl: Literal["auto", "custom", "hf"] = "auto"  # custom: spmd_rl.models; hf: any AutoModelForCausalLM
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute and wire; bfloat16 keeps float32 master weights
-    attn: Literal["auto", "sdpa", "flash_attention_2", "varlen"] = "auto"
+    attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     lm_head_chunk: int = 1024  # tokens per chunk of the LM head; no [tokens, vocab] tensor is ever larger
 
 
@@ -55,12 +55,41 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the trainer ranks share a model: dp_replicate × dp_shard × cp of them, where dp_shard is what is left.
+
+    docs/parallelism.md says what each costs, and how to choose.
+    """
+
+    dp_replicate: int = 1  # copies of the sharded model (HSDP); only gradients travel between them
+    nodes_per_fsdp_group: int = 0  # hosts that hold one copy together, from which dp_replicate follows; 0 = as it says
+    cp: int = 1  # ranks that share every row (context parallelism)
+    cp_style: Literal["ulysses", "ring"] = "ulysses"  # ulysses: heads are divided, cp divides them; ring: any cp
+    ep: int = 1  # ranks that share the experts, inside dp_shard × cp; 0 = as many as divide and fit on one host
+    ep_comm_backend: Literal["torch", "deepep"] = "torch"  # deepep: fused kernels for bfloat16 on GPUs, from SM90 on
+    deepep_num_sms: int = 0  # multiprocessors that communicate; 0 = as many as deepep thinks best
+    deepep_token_chunk_size: int = 0  # tokens that a rank dispatches at once: sizes the buffer; 0 = a whole row
+    reshard_after_forward: bool = True  # the backward gathers a layer's weights again; else they stay: memory for speed
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """How evenly a model's experts are used. Both are off by default; docs/models.md has the formulas."""
+
+    bias_rate: float = 0.0  # how far each router's selection bias moves per optimizer step; 0 = it has none
+    sequence_coef: float = 0.0  # of the sequence-wise balance loss; 0 = off
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """The trainer ranks."""
 
     model: TrainerModelConfig = field(default_factory=TrainerModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    router_replay: bool = False  # experts are those that the engine took when it sampled (R3); gates are the trainer's
     threads: int = 1  # CPU threads per trainer rank; fix it when comparing runs bit by bit
 
 
@@ -222,6 +251,7 @@ class DeploymentConfig:
     train_ranks: int = 0  # 0 = what inference leaves; both 0 = half of the ranks after rank 0, rounded down
     infer_ranks: int = 0  # a multiple of inference.tp
     teacher_ranks: int = 0  # engines that serve algorithm.reference and sample for type = sft; a multiple of tp
+    rank_map: tuple[int, ...] = ()  # all ranks, 0 first, in the order in which roles take them; empty: as they come
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 GROUP = "config"
 ENVIRONMENTS = {"verifiers": "verifiers", "reasoning_gym": "reasoning-gym", "gym:gymnasium": "gymnasium"}
+FLASH = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn 3",
+    "flash_attention_4": "flash-attn 4",
+}  # by trainer.model.attn
 BOXED = ("python", "repo_fix")  # built-in environments whose programs run in a sandbox
 BOXES = {"auto": "bubblewrap", "bwrap": "bubblewrap", "docker": "docker"}
 
@@ -43,6 +48,7 @@ def read(command: str, words: Sequence[str], world_size: int) -> Asked:
         from spmd_rl.config import config_for
         from spmd_rl.world.accelerators import spare_process
         from spmd_rl.world.mesh import Mesh, MeshError
+        from spmd_rl.world.placement import processes_by_host
 
         config = config_for(command, words)
         if command == "rl":
@@ -54,7 +60,8 @@ def read(command: str, words: Sequence[str], world_size: int) -> Asked:
     good = _line("config", ok(f"fits main.py {command}"))
     try:
         spare = spare_process(config.deployment.device, os.environ) if world_size else True
-        mesh = Mesh.of(command, config, world_size, spare)
+        processes = processes_by_host(os.environ) if world_size else ()
+        mesh = Mesh.of(command, config, world_size, spare, processes)
     except MeshError as error:
         bad = _line("mesh", fail(str(error), "start as many processes as it says, or change these keys"))
         return Asked(wishes_of(command, config), config, None, (good, bad))
@@ -65,8 +72,8 @@ def read(command: str, words: Sequence[str], world_size: int) -> Asked:
 def wishes_of(command: str, config: Config) -> Wishes:
     """What `main.py COMMAND` needs of a machine."""
     asked: dict[str, str] = {}
-    if config.trainer.model.attn == "flash_attention_2":
-        asked["flash-attn"] = "trainer.model.attn"
+    if config.trainer.model.attn in FLASH:
+        asked[FLASH[config.trainer.model.attn]] = "trainer.model.attn"
     if config.log.wandb:
         asked["wandb"] = "log.wandb"
     for index, source in enumerate(config.orchestrator.source if command in ("rl", "eval") else ()):

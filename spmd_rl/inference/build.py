@@ -79,6 +79,7 @@ def engine_arguments(config: Config, folder: str, device: torch.device) -> dict[
         "logprobs_mode": "processed_logprobs",
         "scheduling_policy": "priority",
         "async_scheduling": False,  # a token's policy version must be known when the step returns
+        "enable_return_routed_experts": config.trainer.router_replay,
     }
     arguments = {**defaults, **config.inference.vllm, **owned}
     return {name: value for name, value in arguments.items() if value is not None}

@@ -11,7 +11,7 @@ same order keep the scheduler in step, and the results are thrown away.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +56,14 @@ class Engine:
         llm: a `LLMEngine` from `build.build_engine`.
         version: policy version of the weights it was built with; -1 = of no version yet.
         rank: stamped into probe results.
+        keep: called with id, first position and routed experts [positions, layers, top_k] of each request that asked
+            for them to be kept; None where the engine does not know any, or is a follower.
     """
 
-    def __init__(self, llm: Any, rank: int, version: int = -1) -> None:
-        self._llm, self._rank, self.version = llm, rank, version
+    def __init__(
+        self, llm: Any, rank: int, version: int = -1, keep: Callable[[int, int, np.ndarray], None] | None = None
+    ) -> None:
+        self._llm, self._rank, self.version, self._keep = llm, rank, version, keep
         self._scheduler = llm.engine_core.engine_core.scheduler
         self._runner = model_runner(llm)
         self._shapes = tensor_shapes(llm.model_config.model)
@@ -238,6 +242,7 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={SEED_KEY: asked.seed},
+            routed_experts_prompt_start=max(0, asked.routes_from),
         )
         name, tokens = f"g{asked.id}", np.concatenate([asked.tokens, begun.tokens])
         handle = self._submit(name, tokens, begun.salt, params, PRIORITY_ROLLOUT)
@@ -265,7 +270,17 @@ class Engine:
         request, completion = self._live.pop(output.request_id), output.outputs[0]
         whole = self._joined(request, completion.token_ids, completion.logprobs.logprobs)
         self.tokens += len(completion.token_ids)
+        if self._keep is not None and request.asked.routes_from >= 0:
+            self._keep(whole.id, request.asked.routes_from, self._routed(request, whole, completion.routed_experts))
         return Generated(whole.id, whole.tokens, whole.logprobs, whole.versions, completion.finish_reason, whole.salt)
+
+    def _routed(self, request: _Request, whole: Partial, experts: np.ndarray | None) -> np.ndarray:
+        """What vLLM says about the routed experts of a request, which must speak of every token but the last one."""
+        count = len(request.asked.tokens) + len(whole.tokens) - 1 - request.asked.routes_from
+        if experts is None or len(experts) != count:
+            found = "none" if experts is None else f"those of {len(experts)}"
+            raise RuntimeError(f"request {whole.id} needs the routed experts of {count} tokens, vLLM returned {found}")
+        return experts
 
     def _probed(self, output: Any) -> list[Probed]:
         probe = self._probe

@@ -36,14 +36,17 @@ from spmd_rl.world.messages import (
     EngineLoad,
     Fence,
     Fenced,
+    ForgetRoutes,
     Generate,
     Pull,
     Pulled,
     Ready,
+    SendRoutes,
     Stop,
     Tick,
 )
 from spmd_rl.world.pipe import Pipe
+from spmd_rl.world.routes import RouteSender
 from spmd_rl.world.weights import Receiver
 from spmd_rl.world.wire import decode, encode
 from spmd_rl.world.world import World
@@ -106,9 +109,11 @@ def run(world: World) -> None:
         group = world.groups[f"replica/{replica}"]
         llm = build_engine(world.config, resolve(name), group, replica, world.local_rank, world.device)
         # Without trainers nothing is ever pulled: the folder's weights are the one version there is.
-        engine = Engine(llm, world.rank, version=-1 if frozen or world.mesh.trainers else 0)
+        routes = _routes(world) if leads and not frozen and world.config.trainer.router_replay else None
+        version = -1 if frozen or world.mesh.trainers else 0
+        engine = Engine(llm, world.rank, version, keep=routes.put if routes else None)
         built_s = time.perf_counter() - started
-    rank = ReplicaRank(world, engine, clock)
+    rank = ReplicaRank(world, engine, clock, routes=routes)
     if clock:
         clock.tell(Ready(world.rank, {"build_s": built_s}))
         rank.lead()
@@ -117,13 +122,27 @@ def run(world: World) -> None:
         rank.follow()
 
 
+def _routes(world: World) -> RouteSender:
+    mesh, group = world.mesh, world.groups["routes"]
+    return RouteSender(group, range(len(mesh.trainers)), world.watchdog.fail, world.watchdog.span)
+
+
 class ReplicaRank:
-    """One rank of a replica; `clock` is None on followers, `interludes` where it has no guests."""
+    """One rank of a replica.
+
+    `clock` is None on followers, `interludes` where it has no guests, `routes` where none are kept.
+    """
 
     def __init__(
-        self, world: World, engine: Engine, clock: Leader | None, interludes: Interludes | None = None
+        self,
+        world: World,
+        engine: Engine,
+        clock: Leader | None,
+        interludes: Interludes | None = None,
+        routes: RouteSender | None = None,
     ) -> None:
         self._world, self._engine, self._clock, self._interludes = world, engine, clock, interludes
+        self._routes = routes
         self._replica = world.mesh.replica_of(world.rank)
         members = world.mesh.engines[self._replica]
         cmd = world.groups[f"replica_cmd/{self._replica}"]
@@ -272,7 +291,13 @@ class ReplicaRank:
                 case Pull():
                     self._probe = decision.probe
                     self._receiver.begin(decision.version)
+                case SendRoutes() if self._routes is not None:
+                    self._routes.send(decision)
+                case ForgetRoutes() if self._routes is not None:
+                    self._routes.forget(decision.requests)
                 case Stop():
+                    if self._routes is not None:
+                        self._routes.close(self._world.config.deadlines.step_s)
                     if self._receiver:
                         self._receiver.close(self._world.config.deadlines.step_s)
                     if self._interludes is not None:

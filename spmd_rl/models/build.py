@@ -1,9 +1,7 @@
 """From a model folder to a module with weights, and from a module back to named tensors.
 
-Chooses between our own definitions and transformers' (`impl`), and is strict about weights: every parameter is
-written exactly once from a tensor of its own name and shape, or there is an error that names it. What it refuses to
-know: sharding, ranks, optimizers. Invariant: the names of `hf_named_parameters` are the wire format of weight sync,
-of exports and of the folders that were read.
+Chooses between our own definitions and transformers' (`impl`). What it refuses to know: sharding, ranks, optimizers.
+Invariant: the names of `wires` are the wire format of weight sync, of exports and of the folders that were read.
 """
 
 from __future__ import annotations
@@ -15,15 +13,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from spmd_rl.models import conversion, load
 from spmd_rl.models.attention import resolve_backend
+from spmd_rl.models.conversion import Wire
+from spmd_rl.models.decoder import Decoder, Family
 from spmd_rl.models.hf_config import HELP, read_config, resolve
-from spmd_rl.models.hf_folder import export, read_tensors, tensor_shapes
+from spmd_rl.models.hf_folder import export, tensor_shapes
 from spmd_rl.models.hf_model import HFModel
-from spmd_rl.models.qwen3 import Qwen3
+from spmd_rl.models.llama import LLAMA
+from spmd_rl.models.qwen2_moe import QWEN2_MOE
+from spmd_rl.models.qwen3 import QWEN3
+from spmd_rl.models.qwen3_moe import QWEN3_MOE
 
-__all__ = ["build", "build_and_load", "export", "hf_named_parameters", "hidden_size", "load_weights", "resolve"]
+__all__ = [
+    "begin",
+    "build",
+    "build_and_load",
+    "expert_count",
+    "export",
+    "finish",
+    "hf_named_tensors",
+    "hidden_size",
+    "is_ours",
+    "load_weights",
+    "resolve",
+    "wires",
+]
 
-CUSTOM = {"qwen3": Qwen3}  # by model_type
+CUSTOM: dict[str, Family] = {family.model_type: family for family in (QWEN3, LLAMA, QWEN3_MOE, QWEN2_MOE)}
 
 
 def build(
@@ -48,7 +65,7 @@ def build(
         raise ValueError(f"unknown trainer.model.impl {impl!r}; choose auto, custom or hf")
     if impl == "hf" or reason:
         return _build_hf(folder, config, attn, lm_head_chunk, device, dtype)
-    return CUSTOM[model_type](config, resolve_backend(attn, device), lm_head_chunk, device, dtype)
+    return Decoder(CUSTOM[model_type], config, resolve_backend(attn, device), lm_head_chunk, device, dtype)
 
 
 def build_and_load(
@@ -67,6 +84,29 @@ def build_and_load(
     return model
 
 
+def begin(
+    folder: str,
+    impl: str = "auto",
+    attn: str = "auto",
+    lm_head_chunk: int = 1024,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """A model to shard first and `finish` then: ours takes no memory yet, transformers' is loaded."""
+    if not is_ours(folder, impl):
+        return build_and_load(folder, impl, attn, lm_head_chunk, device, dtype)
+    family = CUSTOM[read_config(folder)["model_type"]]
+    return Decoder(family, _hf_config(folder), resolve_backend(attn, device), lm_head_chunk, "meta", dtype)
+
+
+def finish(model: nn.Module, folder: str, device: torch.device | str) -> None:
+    """Gives a model of `begin` memory and values for what this process holds of it, sharded or whole."""
+    if isinstance(model, Decoder):
+        model.to_empty(device=device)
+        model.tie()
+        load_weights(model, folder)
+
+
 @torch.no_grad()
 def load_weights(model: nn.Module, folder: str) -> None:
     """Copy the folder's safetensors into the model's parameters, converting the dtype only.
@@ -75,35 +115,34 @@ def load_weights(model: nn.Module, folder: str) -> None:
     """
     if isinstance(model, HFModel):
         _load_hf(model, folder)
-        return
-    parameters = dict(model.named_parameters(remove_duplicate=False))  # tied weights under each of their names
-    written: dict[int, str] = {}
-    seen: set[str] = set()
-    for name, tensor in read_tensors(folder):
-        parameter = parameters.get(name)
-        if parameter is None:
-            raise ValueError(f"model folder {folder!r}: unexpected tensor {name!r}, {type(model).__name__} has none")
-        if parameter.shape != tensor.shape:
-            raise ValueError(
-                f"model folder {folder!r}: {name!r} has shape {list(tensor.shape)}, config.json asks for "
-                f"{list(parameter.shape)}"
-            )
-        value = tensor.to(parameter.device, parameter.dtype)
-        if id(parameter) in written and not torch.equal(parameter, value):
-            raise ValueError(f"model folder {folder!r}: {name!r} is tied to {written[id(parameter)]!r} but differs")
-        parameter.copy_(value)
-        written[id(parameter)] = name
-        seen.add(name)
-    missing = [name for name, parameter in parameters.items() if id(parameter) not in written]
-    if missing:
-        raise ValueError(f"model folder {folder!r} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    else:
+        load.load(model, wires(model), folder)
 
 
-def hf_named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter once (tied weights under their first name) with its Hugging Face name, in a fixed order."""
-    prefix = HFModel.PREFIX if isinstance(model, HFModel) else ""
-    for name, parameter in model.named_parameters():
-        yield name.removeprefix(prefix), parameter
+def wires(model: nn.Module) -> list[Wire]:
+    """Every parameter once (tied weights under their first name) with the checkpoint tensors that it is made of."""
+    if isinstance(model, Decoder):
+        return list(conversion.wires(model, model.family.conversion))
+    return list(conversion.wires(model, (), HFModel.PREFIX))
+
+
+def hf_named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, view of the parameter) of every checkpoint tensor of a model that is not sharded."""
+    for wire in wires(model):
+        for piece in wire.pieces:
+            yield piece.name, piece.of(wire.parameter)
+
+
+def is_ours(folder: str, impl: str) -> bool:
+    """Whether `build` takes our own definitions of the folder's model. Allocates nothing."""
+    return impl != "hf" and _no_custom(read_config(folder)["model_type"], _hf_config(folder)) is None
+
+
+def expert_count(folder: str, impl: str) -> int:
+    """How many experts each layer of our own model of the folder has; 0 for a dense one. Allocates nothing."""
+    if not is_ours(folder, impl):
+        return 0
+    return int(getattr(_hf_config(folder), "num_experts", 0) or 0)
 
 
 def hidden_size(folder: str) -> int:

@@ -25,17 +25,17 @@ SHARD_BYTES = 4 * 1024**3
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".md")
 
 
-def read_tensors(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of everything in the folder's safetensors, shard by shard, as stored.
+def stored_tensors(folder: str) -> Iterator[tuple[str, Any]]:
+    """(name, slice of safetensors) of everything in the folder, file by file; nothing is read until it is indexed.
 
     Raises FileNotFoundError for missing files, ValueError for damaged ones or a name that an index places wrongly.
     """
-    return ((name, shard.get_tensor(name)) for name, shard in _open_shards(folder))
+    return ((name, shard.get_slice(name)) for name, shard in _open_shards(folder))
 
 
 def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor; raises what `read_tensors` raises, without reading values."""
-    return {name: tuple(shard.get_slice(name).get_shape()) for name, shard in _open_shards(folder)}
+    """The shape of every tensor; raises what `stored_tensors` raises, without reading values."""
+    return {name: tuple(stored.get_shape()) for name, stored in stored_tensors(folder)}
 
 
 def _open_shards(folder: str) -> Iterator[tuple[str, Any]]:

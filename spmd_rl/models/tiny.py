@@ -9,12 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from transformers import AutoConfig
 
-from spmd_rl.models.qwen3 import Qwen3
+from spmd_rl.models.build import CUSTOM, hf_named_tensors
+from spmd_rl.models.decoder import Decoder
+
+CLASSES = {
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+}
 
 
 def make_tiny(
@@ -35,18 +44,29 @@ def make_tiny(
     bos_token_id: int | None = None,
     pad_token_id: int | None = None,
     max_position_embeddings: int = 32768,
+    experts: int = 8,
+    top_k: int = 2,
+    expert_ff: int = 32,
+    **more: Any,
 ) -> str:
     """Write config.json and float32 model.safetensors into `folder` (made if missing) and return it.
 
-    Matrices are normal with standard deviation `init_std`, norm weights are 1. Raises ValueError for an architecture
-    that is not "qwen3", or heads that `kv_heads` does not divide.
+    Matrices are normal with standard deviation `init_std`, vectors (norm weights, biases) are 1. `architecture` is a
+    model_type of `CLASSES`; `experts`, `top_k` and `expert_ff` count where it has experts; `more` goes into the config
+    as it is. Raises ValueError for another architecture, or heads that `kv_heads` does not divide.
     """
-    if architecture != "qwen3":
-        raise ValueError(f"make_tiny knows no architecture {architecture!r}; choose qwen3")
+    if architecture not in CLASSES:
+        raise ValueError(f"make_tiny knows no architecture {architecture!r}; choose {', '.join(CLASSES)}")
     if heads % kv_heads:
         raise ValueError(f"kv_heads must divide heads, got {kv_heads} and {heads}")
-    config = Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
+    if "moe" in architecture:
+        sparse = {"num_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": expert_ff}
+        more = sparse | {"norm_topk_prob": True} | more
+    if architecture == "qwen2_moe":
+        more = {"shared_expert_intermediate_size": expert_ff} | more
+    config = AutoConfig.for_model(
+        architecture,
+        architectures=[CLASSES[architecture]],
         vocab_size=vocab_size,
         num_hidden_layers=layers,
         hidden_size=hidden,
@@ -61,11 +81,10 @@ def make_tiny(
         bos_token_id=bos_token_id,
         pad_token_id=pad_token_id,
         dtype="float32",
+        **more,
     )
-    tensors = {
-        name: _random(parameter, name, seed, init_std)
-        for name, parameter in Qwen3(config, device="meta").named_parameters()
-    }
+    model = Decoder(CUSTOM[architecture], config, device="meta")
+    tensors = {name: _random(tensor, name, seed, init_std) for name, tensor in hf_named_tensors(model)}
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(root)

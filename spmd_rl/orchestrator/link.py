@@ -42,10 +42,12 @@ class Link:
         trainers: how many trainer ranks there are; 0 where a model is only asked.
         frozen: how many leaders of a teacher's engines there are (replicas from number `replicas` on).
         colocated: the ranks that train are those of the policy's replicas, so the first leader speaks for both.
+        cp: so many trainer ranks in a row share their rows.
     """
 
-    def __init__(self, replicas: int, trainers: int, frozen: int = 0, colocated: bool = False) -> None:
+    def __init__(self, replicas: int, trainers: int, frozen: int = 0, colocated: bool = False, cp: int = 1) -> None:
         self.replicas, self.trainers, self.frozen, self.colocated = replicas, trainers, frozen, colocated
+        self.cp, self.data_ranks = cp, trainers // cp
         self.loads: dict[int, EngineLoad] = {}  # newest counters by rank
         self.tokens = 0  # generated so far, as reported with finished requests
         self.heard = 0  # events so far that mean progress

@@ -12,7 +12,7 @@ It refuses to know about torch, processes and vLLM; it speaks through a `Link`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,8 @@ from spmd_rl.orchestrator.sources import make_sources
 from spmd_rl.orchestrator.steering import Steering, parse
 from spmd_rl.orchestrator.trainers import Trainers
 from spmd_rl.orchestrator.versions import Versions
-from spmd_rl.rollouts.packing import Packed, pack
+from spmd_rl.rollouts.packing import Cost, Packed, pack
+from spmd_rl.rollouts.types import TrainSample
 from spmd_rl.world.checkpoints import folder_of, step_of
 from spmd_rl.world.journal import Journal
 from spmd_rl.world.messages import Partial, Trained
@@ -81,6 +82,7 @@ class Loop:
     past: Past | None = None  # what the run is taken up from
     span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()  # of the timeline
     tokenizer: Any = None  # of environments that demonstrate
+    cost: Cost | None = None  # of training on documents, so that ranks wait little for each other; None: tokens
 
     def __post_init__(self) -> None:
         self.stopped_at = -1  # the step at which somebody stopped the run
@@ -134,8 +136,7 @@ class Loop:
             if len(ordered) >= AHEAD:
                 self.report.warmup_step(await ordered.pop(0))
             learned = supervised.learned(await lessons.step(step))
-            packed = [pack(learned, self.link.trainers, self.config.seq_len)]
-            ordered.append(self.trainers.train("warmup", step, packed))
+            ordered.append(self.trainers.train("warmup", step, [self._pack(learned)]))
         for future in ordered:
             self.report.warmup_step(await future)
         if self.config.warmup.steps:
@@ -177,7 +178,13 @@ class Loop:
         batch = make_batch(
             taken.groups, taken.dropped, o, self._algorithm, self._memory, seed, oldest, self._of_sources
         )
-        return batch, [pack(samples, self.link.trainers, self.config.seq_len) for samples in batch.minibatches]
+        packed = [self._pack(samples) for samples in batch.minibatches]
+        if self.services.routes is not None:
+            batch.stats.update(self.services.routes.send(step, packed))
+        return batch, packed
+
+    def _pack(self, samples: Sequence[TrainSample]) -> Packed:
+        return pack(samples, self.link.data_ranks, self.config.seq_len, self.cost)
 
     async def _finish(
         self,

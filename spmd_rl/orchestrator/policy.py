@@ -41,6 +41,14 @@ class Call:
     replica: int = -1
     answer: Generated | None = None
     partial: Partial | None = None  # of a request that was in flight when its engine was asked
+    routes_from: int = -1  # the first position whose routed experts its replica keeps; -1: it keeps none
+    length: int = 0  # of prompt and answer
+    whole: int = 0  # checksum of prompt and answer
+
+    @property
+    def kept(self) -> bool:
+        """Whether its replica keeps routed experts of it."""
+        return self.routes_from >= 0 and self.answer is not None
 
     def plain(self) -> dict[str, Any]:
         """For a snapshot."""
@@ -71,6 +79,7 @@ class RolloutPolicy:
         first_replica: what the router calls replica 0.
         seq_len: longest sequence, in tokens, that engine and trainer hold.
         past: its calls in an earlier life of the run; those without an answer and a partial are not among them.
+        routed: replicas keep the routed experts of what it asks for.
     """
 
     def __init__(
@@ -87,8 +96,9 @@ class RolloutPolicy:
         rollout: int,
         seed: int,
         past: list[Call] | None = None,
+        routed: bool = False,
     ) -> None:
-        self.sampling = sampling
+        self.sampling, self._routed = sampling, routed
         self.calls: list[Call] = []
         self.changed_course = False
         self._link, self._router, self._gate = link, router, gate
@@ -142,6 +152,7 @@ class RolloutPolicy:
                 await self._gate.land(self._rollout)
             call.replica = self._router.place(self._group, self._rollout, len(tokens))
         call.request = self._link.new_id() if call.request < 0 else call.request
+        call.routes_from = self._routes_from(tokens) if self._routed else -1
         length = 0
         try:
             with self._gate.away(self._rollout):
@@ -159,11 +170,22 @@ class RolloutPolicy:
                     stop_token_ids=[] if sampling.ignore_eos else self._stops,
                     salt=call.partial.salt if call.partial else self._salt,
                     begun=call.partial,
+                    routes_from=call.routes_from,
                 )
-            length = len(tokens) + len(done.tokens)
+            length = call.length = len(tokens) + len(done.tokens)
+            if self._routed:
+                call.whole = checksum(tokens.astype(np.int32), done.tokens)
         finally:
             self._router.done(call.replica, self._group, self._rollout, length)
         return done
+
+    def _routes_from(self, tokens: np.ndarray) -> int:
+        """Behind what the call before this one has routed, where this one goes on with its tokens."""
+        before = self.calls[-2] if len(self.calls) > 1 else None
+        if before is None or not before.kept or before.length > len(tokens):
+            return 0
+        goes_on = checksum(tokens[: before.length].astype(np.int32)) == before.whole
+        return before.length - 1 if goes_on else 0
 
 
 def _columns(message: Generated | Partial | None) -> dict[str, Any] | None:

@@ -29,6 +29,7 @@ from spmd_rl.orchestrator.loop import Loop
 from spmd_rl.orchestrator.past import Past, find_past, open_journal
 from spmd_rl.orchestrator.report import Report
 from spmd_rl.orchestrator.rollouts import Rollouts
+from spmd_rl.orchestrator.routes import Routes
 from spmd_rl.orchestrator.sampler import Services
 from spmd_rl.orchestrator.signals import stop_signals
 from spmd_rl.orchestrator.sources import make_sources
@@ -36,6 +37,8 @@ from spmd_rl.orchestrator.stall import watch_progress
 from spmd_rl.orchestrator.steering import Steering
 from spmd_rl.orchestrator.versions import Versions, probe_set
 from spmd_rl.orchestrator.vitals import Vitals
+from spmd_rl.rollouts.cost import TrainingCost
+from spmd_rl.rollouts.packing import Cost
 from spmd_rl.world.journal import Journal
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class Parts:
     stop_token_ids: list[int]
     probe: list = field(default_factory=list)
     past: Past | None = None
+    cost: Cost | None = None
 
 
 def run(world: World, output: RankOutput, loop_type: type[Loop] = Loop) -> None:
@@ -90,7 +94,8 @@ def _prepare(world: World) -> Parts:
     count = config.weights.probe_sequences
     prompts = [env.prompt(env.task(i, "train")) for i in range(count) for env in envs][:count]
     probe = probe_set(prompts, min(config.weights.probe_length, config.seq_len - 1))
-    return Parts(tokenizer, envs, preflight.stop_tokens(tokenizer, folder), probe, past)
+    cost = TrainingCost.known(model_config)
+    return Parts(tokenizer, envs, preflight.stop_tokens(tokenizer, folder), probe, past, cost)
 
 
 async def _orchestrate(
@@ -99,7 +104,7 @@ async def _orchestrate(
     from spmd_rl.world.orders import Dispatcher
 
     config, mesh, watchdog = world.config, world.mesh, world.watchdog
-    link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen), mesh.colocated)
+    link = Link(len(mesh.replicas), len(mesh.trainers), len(mesh.frozen), mesh.colocated, mesh.dims.cp)
     names = [f"rank {rank} ({mesh.role(rank)})" for rank in mesh.trainers]
     orders = Dispatcher(world.groups["data"], names, watchdog.fail, world.down("data"))
     gate = OrderedGate(asyncio.get_running_loop()) if config.clock.mode == "lockstep" else Gate()
@@ -108,7 +113,8 @@ async def _orchestrate(
     lockstep, leave = _start_clock(world, link, orders, gate)
     orders.start()
     rollouts, stops = Rollouts(config), parts.stop_token_ids
-    services = Services(config, link, router_for(config, link.replicas), rollouts, stops, gate)
+    routes = Routes(link) if config.trainer.router_replay else None
+    services = Services(config, link, router_for(config, link.replicas), rollouts, stops, gate, routes=routes)
     teacher = None
     if link.frozen:
         router = router_for(config, link.frozen)
@@ -117,7 +123,7 @@ async def _orchestrate(
     report = Report(config, link, metrics, progress, parts.tokenizer.decode, vitals.metrics)
     loop = loop_type(
         config, link, services, parts.envs, Versions(config, link, parts.probe), report, teacher,
-        journal, lockstep, steering, parts.past, watchdog.span, parts.tokenizer,
+        journal, lockstep, steering, parts.past, watchdog.span, parts.tokenizer, parts.cost,
     )  # fmt: skip
     with watchdog.stage("orchestrate", config.deadlines.heartbeat_s, whole=True), stop_signals(steering, watchdog):
         watchers = [watch_progress(link, config.deadlines.stall_s, watchdog.beat), steering.watch()]

@@ -23,6 +23,7 @@ from spmd_rl.orchestrator.link import Link
 from spmd_rl.orchestrator.policy import Call, RolloutPolicy
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.router import Router
+from spmd_rl.orchestrator.routes import Routes
 from spmd_rl.orchestrator.seeds import seed_of
 from spmd_rl.orchestrator.sources import Source
 from spmd_rl.rollouts.types import Episode, Task
@@ -40,9 +41,17 @@ class Services:
     stop_token_ids: list[int]
     gate: Gate = field(default_factory=Gate)
     first_replica: int = 0  # what the router calls replica 0
+    routes: Routes | None = None  # of training rollouts, where they are replayed
 
     def policy(
-        self, sampling: SamplingConfig, *, group: int, rollout: int, seed: int, past: list[Call] | None = None
+        self,
+        sampling: SamplingConfig,
+        *,
+        group: int,
+        rollout: int,
+        seed: int,
+        past: list[Call] | None = None,
+        routed: bool = False,
     ) -> RolloutPolicy:
         """A policy for one rollout."""
         return RolloutPolicy(
@@ -57,6 +66,7 @@ class Services:
             rollout=rollout,
             seed=seed,
             past=past,
+            routed=routed,
         )
 
     async def attempt(
@@ -148,6 +158,7 @@ class Sampler:
         for id in late:
             self._forget(id, cancel=True)
             self._book.give_up(id, "discarded")
+        self._forget_routes(late)
         return len(late)
 
     def release(self, groups: list[int], version: int) -> dict[str, float]:
@@ -161,6 +172,7 @@ class Sampler:
         for group in stale:
             self._forget(group.id, cancel=True)
             self._book.give_up(group.id, "stale")
+        self._forget_routes([*groups, *(group.id for group in stale)])
         self.admit(version)
         if not self._patience:
             return {}
@@ -200,6 +212,7 @@ class Sampler:
         await asyncio.gather(*(self._run_rollout(group, sample, past.get(sample, _Past())) for sample in todo))
         self._forget(group.id)
         if self._book.close(group.id) != "finished":
+            self._forget_routes([group.id])
             self.admit(self._version)
         self._changed.set()
 
@@ -214,13 +227,17 @@ class Sampler:
                 rollout=group.id * self._largest + sample,
                 seed=seed_of(services.config.seed, *name, *([number] if number else [])),
                 past=past.calls if number == past.number else None,
+                routed=services.routes is not None,
             )
             self._tries[group.id][sample] = _Try(number, made)
             return made
 
         episode = await services.attempt(source, task, policy, past.number)
-        if self._tries[group.id].pop(sample).policy.changed_course:  # the past is of no use: from the beginning
+        made = self._tries[group.id].pop(sample).policy
+        if made.changed_course:  # the past is of no use: from the beginning
             return await self._run_rollout(group, sample, _Past())
+        if services.routes is not None:
+            episode = services.routes.attach(group.id, episode, made.calls)
         self._book.rolled(group.id, sample, with_hint(episode, source.env.hint(task)) if self._hints else episode)
 
     def _forget(self, group: int, cancel: bool = False) -> None:
@@ -229,6 +246,10 @@ class Sampler:
         task = self._running.pop(group, None)
         if cancel and task is not None:
             task.cancel()
+
+    def _forget_routes(self, groups: list[int]) -> None:
+        if self._services.routes is not None:
+            self._services.routes.forget(groups)
 
     def _tokens_so_far(self, group: int) -> dict[int, int]:
         """Tokens that were sampled for an open group, by sample; those of requests in flight are not known."""

@@ -40,8 +40,9 @@ class Trainers:
         self._trained[phase, step] = future
         future.add_done_callback(lambda _: self._trained.pop((phase, step)))
         ranks = range(self._link.trainers)
-        rows = [[[columns(row) for row in minibatch.rows[rank]] for minibatch in packed] for rank in ranks]
-        self._link.order([Train(step, phase, rows[rank], lr) for rank in ranks])
+        shares = range(self._link.data_ranks)
+        rows = [[[columns(row) for row in minibatch.rows[share]] for minibatch in packed] for share in shares]
+        self._link.order([Train(step, phase, rows[rank // self._link.cp], lr) for rank in ranks])
         return future
 
     def begin_rl(self) -> None:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spmd_rl.rollouts.routes import row_table
 from spmd_rl.rollouts.types import Row, TrainSample, Weight
 
 Cost = Callable[[np.ndarray], np.ndarray]  # lengths int64[n] → load of each, growing with the length
@@ -256,6 +257,7 @@ def _row(documents: list[TrainSample]) -> Row:
         rewards=_stream([_at_last(d) for d in documents], documents, cu_seqlens),
         hinted=np.concatenate(hinted).astype(np.int32, copy=False) if hints else None,
         hinted_cu_seqlens=np.cumsum([0, *map(len, hinted)], dtype=np.int32) if hints else None,
+        routes=row_table(documents, cu_seqlens[:-1].tolist()),
     )
 
 

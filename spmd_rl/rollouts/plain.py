@@ -2,8 +2,10 @@
 
 A task is left out: whoever reads knows how it is made, and what it holds need not be plain. Columns that mostly repeat
 themselves (mask, versions, temperatures) are kept as runs, so that a token costs the eight bytes of its id and its
-logprob. Wall-clock seconds are left out too: what is written is the same in two equal runs.
-Invariant: `episode_from(plain_episode(e), e.task)` equals e but for `seconds` and `advantages`, which nobody has set.
+logprob. Wall-clock seconds are left out too: what is written is the same in two equal runs. So are routes, which lead
+to processes that are gone when it is read.
+Invariant: `episode_from(plain_episode(e), e.task)` equals e but for `seconds`, `routes` and `advantages`, which nobody
+has set.
 """
 
 from __future__ import annotations

@@ -40,6 +40,8 @@ class Sample:
     reward: float | None = None  # of this sample alone; None: the episode's
     hint: np.ndarray | None = None  # int32[H]: a prompt that gives the answer away, for self-distillation
     advantages: Weight | None = None  # float32[T], or one number for every sampled token; the algorithm's
+    # int64[pieces, 4]: replica, request, first position, one past the last one whose routed experts it keeps.
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class TrainSample:
     entropy_weight: Weight = 0.0  # of the entropy bonus
     reward: float = 0.0  # what a critic learns from; it arrives with the last sampled token
     hint: np.ndarray | None = None  # int32[H]: what stands in the prompt's place when the policy teaches itself
+    routes: np.ndarray | None = None  # as a `Sample` has them
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,8 @@ class Row:
     rewards: np.ndarray | None = None  # float32[L]: 0 but for the last sampled token of a document
     hinted: np.ndarray | None = None  # int32[M]: the documents with their hints, for self-distillation
     hinted_cu_seqlens: np.ndarray | None = None  # int32[documents + 1]
+    # int64[pieces, 5]: as a `Sample` has them, and the row's position of the first one; of all documents, in order.
+    routes: np.ndarray | None = None
+    # int16[L, layers, top_k]: the experts that the engine took for the token at each position as an input; -1 where
+    # that is not known, for all top_k alike.
+    routed_experts: np.ndarray | None = None

@@ -10,17 +10,19 @@ over the sampled tokens of a document: V_t is the value *before* the t-th sample
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config.tree import CriticConfig, OptimConfig
+from spmd_rl.models.context import Share
 from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.optim import clip_gradients, gradient_norm, make_optimizer
-from spmd_rl.trainer.parallel import parallelize, reshard
+from spmd_rl.trainer.parallel import TrainerMeshes, last_backward, parallelize, reshard
 from spmd_rl.trainer.row_tensors import RowTensors, tensor
 
 
@@ -41,6 +43,14 @@ class ValueModel(nn.Module):
 
     def forward(self, tokens_T: Tensor, documents: Documents) -> Tensor:
         """The value after every token, float32[T]."""
+        context = getattr(self.decoder, "context", None)
+        if context is None:
+            return self._values(tokens_T, documents)
+        share = context.share(documents)
+        return share.gather(self._values(tokens_T[share.places_N], share))[0]
+
+    def _values(self, tokens_T: Tensor, documents: Documents | Share) -> Tensor:
+        """`forward` on the tokens that this rank holds."""
         return self.head(self.decoder.hidden(tokens_T, documents)).squeeze(-1).float()
 
 
@@ -51,6 +61,8 @@ class Critic:
         decoder: a model of its own, not sharded yet.
         width: of its hidden states.
         group: the trainer ranks; None for one.
+        counts: this rank counts its rows in sums over ranks; of those that share rows one does.
+        finish: gives the decoder values, once it is sharded.
     """
 
     def __init__(
@@ -59,14 +71,19 @@ class Critic:
         width: int,
         config: CriticConfig,
         optim: OptimConfig,
-        mesh: DeviceMesh | None,
+        meshes: TrainerMeshes | None,
         device: torch.device,
         dtype: str,
         group: dist.ProcessGroup | None,
+        keep_gathered: bool = False,
+        counts: bool = True,
+        finish: Callable[[nn.Module], None] = lambda decoder: None,
     ) -> None:
         self.config, self.device, self._group, self._max_norm = config, device, group, optim.max_norm
+        self._counts = counts
         self.model = ValueModel(decoder, width, device)
-        parallelize(self.model, mesh, dtype)
+        parallelize(self.model, meshes, dtype, keep_gathered)
+        finish(decoder)
         self.optimizer = make_optimizer(self.model.parameters(), optim)
 
     @torch.no_grad()
@@ -87,8 +104,7 @@ class Critic:
             sampled = advantages_T[row.mask != 0]
             counts += torch.tensor([len(sampled), sampled.sum(), (sampled**2).sum()], dtype=torch.float64).to(counts)
         if normalise:
-            if self._group is not None:
-                dist.all_reduce(counts, group=self._group)
+            self._add_up(counts)
             count, total, squares = counts.tolist()
             mean = total / max(1.0, count)
             std = max(0.0, squares / max(1.0, count) - mean**2) ** 0.5 + 1e-6
@@ -99,7 +115,8 @@ class Critic:
         """One optimizer step on ½ Σ weight · (V − return)². Returns the loss and the explained part of returns."""
         self.optimizer.zero_grad(set_to_none=True)
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for row, returns_T, weights_T in zip(rows, returns, weights, strict=True):
+        for number, (row, returns_T, weights_T) in enumerate(zip(rows, returns, weights, strict=True), 1):
+            last_backward(self.model, number == len(rows))
             errors_T = self.model(row.tokens_T, row.documents) - returns_T
             loss = (0.5 * weights_T * errors_T.square()).double().sum()
             loss.backward()
@@ -107,8 +124,7 @@ class Critic:
                 wide_T, squares_T = weights_T.double(), errors_T.double().square()
                 parts = ((wide_T * squares_T).sum() / 2, wide_T.sum(), (wide_T * returns_T).sum())
                 sums += torch.stack([*parts, (wide_T * returns_T.double().square()).sum()])
-        if self._group is not None:
-            dist.all_reduce(sums, group=self._group)
+        self._add_up(sums)
         parameters = list(self.model.parameters())
         norm = gradient_norm(parameters)
         if not torch.isfinite(norm):
@@ -119,6 +135,13 @@ class Critic:
         variance = squares / max(total, 1e-30) - (mean / max(total, 1e-30)) ** 2
         explained = 1 - 2 * loss / (total * variance) if total * variance > 0 else 0.0
         return {"critic/loss": loss, "critic/grad_norm": norm.item(), "critic/explained_variance": explained}
+
+    def _add_up(self, sums: Tensor) -> None:
+        """Over all ranks, in place."""
+        if self._group is not None:
+            if not self._counts:
+                sums.zero_()
+            dist.all_reduce(sums, group=self._group)
 
 
 def gae(

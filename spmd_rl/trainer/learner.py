@@ -22,12 +22,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.algorithms import resolve
 from spmd_rl.config.tree import Config, OptimConfig
 from spmd_rl.models import build as models
+from spmd_rl.models.context import ContextParallel, context_problem
+from spmd_rl.models.hf_config import read_config
+from spmd_rl.models.moe import Routing
 from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.checkpoint import Parts
@@ -35,8 +37,9 @@ from spmd_rl.trainer.critic import Critic
 from spmd_rl.trainer.inputs import LossInputs
 from spmd_rl.trainer.loss import Loss
 from spmd_rl.trainer.optim import clip_gradients, gradient_norm, make_optimizer
-from spmd_rl.trainer.parallel import parallelize, reshard
+from spmd_rl.trainer.parallel import TrainerMeshes, last_backward, parallelize, reshard
 from spmd_rl.trainer.references import frozen_logprobs, hinted_logprobs
+from spmd_rl.trainer.routing import ExpertLoad
 from spmd_rl.trainer.row_stats import Stats
 from spmd_rl.trainer.row_tensors import RowTensors, check_row, tensor
 
@@ -49,6 +52,7 @@ class _Work:
 
     row: Row
     tensors: RowTensors
+    routing: Routing | None = None
     reference_T: Tensor | None = None
     proximal_T: Tensor | None = None
     pg_weight_T: Tensor | None = None
@@ -62,29 +66,33 @@ class Learner:
     def __init__(
         self,
         config: Config,
-        mesh: DeviceMesh | None,
+        meshes: TrainerMeshes | None,
         device: torch.device,
         group: dist.ProcessGroup | None,
         beat: Callable[[str], None] = lambda stage: None,
         span: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext(),
     ) -> None:
-        """Builds, loads and shards the model; every rank reads the whole folder. Collective.
+        """Builds, shards and loads the model; of our own ones every rank reads just its part. Collective.
 
-        mesh: over the trainer ranks; None for one rank in float32. group: the same ranks, on a back end that fits
+        meshes: over the trainer ranks; None for one rank in float32. group: the same ranks, on a back end that fits
         `device`; None for one rank. beat is called with the name of each phase that begins, span makes its context.
         """
         settings = config.trainer.model
         self.device, self.group, self.beat, self._span = device, group, beat, span
         self.dtype_name, self.dtype = settings.dtype, DTYPES[settings.dtype]
-        self._config, self._mesh = config, mesh
+        self._config, self._meshes, self._keep = config, meshes, not config.trainer.parallel.reshard_after_forward
+        style = config.trainer.parallel.cp_style
+        self._context = ContextParallel(meshes.cp.get_group(), style) if meshes and meshes.cp else None
         self._algorithm = resolve(config.orchestrator.algorithm)
         self._loss = Loss.build(config.orchestrator.algorithm, self._algorithm)
         self._seconds: dict[str, float] = {}
         beat("load model")
         self.folder = models.resolve(config.model.name)
-        self.model = self._build(self.folder)
-        parallelize(self.model, mesh, settings.dtype)
-        self._named = list(models.hf_named_parameters(self.model))
+        self.model = self._load(self.folder)
+        self._wires = models.wires(self.model)
+        self._named = [(wire.name, wire.parameter) for wire in self._wires]
+        self._experts = ExpertLoad(self.model, config.trainer.moe, group, self._context.size if self._context else 1)
+        self._experts.reset(device)
         self._reference = self._build_reference()
         self._critic = self._build_critic() if self._algorithm.critic else None
         self.reset_optimizer(config.warmup.optim if config.warmup.steps else config.trainer.optim)
@@ -118,12 +126,19 @@ class Learner:
             raise ValueError("a step needs at least one row per rank; a rank without work gets a row of zero weights")
         for row in (row for rows in minibatches for row in rows):
             check_row(row)
-        self._seconds = {}
+        self._seconds, sent = {}, self._context.sent_bytes if self._context else 0
         prepared = [[_Work(row, RowTensors.build(row, self.device)) for row in rows] for rows in minibatches]
+        for works in prepared:
+            routings = self._experts.routings([w.row for w in works], [w.tensors for w in works])
+            for work, routing in zip(works, routings, strict=True):
+                work.routing = routing
         self._prepare([work for works in prepared for work in works])
         results = [self._update(works, lr, train_policy) for works in prepared]
-        metrics = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        common = [name for name in results[0] if all(name in result for result in results)]
+        metrics = {name: sum(r[name] for r in results) / len(results) for name in common}
         metrics |= {name: value * len(results) for name, value in metrics.items() if name.startswith("tokens/")}
+        if self._context:
+            metrics["perf/cp_bytes"] = float(self._context.sent_bytes - sent)
         return metrics | {"lr": lr} | {f"time/{name}_s": seconds for name, seconds in self._seconds.items()}
 
     @torch.no_grad()
@@ -139,7 +154,7 @@ class Learner:
 
     def checkpoint_parts(self) -> Parts:
         """What a checkpoint holds: the policy, a critic where there is one, and a reference that no folder holds."""
-        parts: Parts = {"policy": (self._named, self._optimizer)}
+        parts: Parts = {"policy": (self._named, self._optimizer), "routers": (self._experts.state(), None)}
         if self._critic is not None:
             parts["critic"] = (list(self._critic.model.named_parameters()), self._critic.optimizer)
         if self._reference is not None and not self._config.orchestrator.algorithm.reference:
@@ -151,7 +166,7 @@ class Learner:
         if self._algorithm.policy.proximal:
             with self._phase("proximal"):
                 for work in works:
-                    work.proximal_T = frozen_logprobs(self.model, work.tensors)
+                    work.proximal_T = frozen_logprobs(self.model, work.tensors, work.routing)
         if self._reference is not None:
             with self._phase("reference"):
                 for work in works:
@@ -167,13 +182,14 @@ class Learner:
     def _update(self, works: Sequence[_Work], lr: float, train_policy: bool) -> dict[str, float]:
         """One optimizer step of the policy, and one of the critic."""
         self._optimizer.zero_grad(set_to_none=True)
-        stats = reduce(add, [self._forward_backward(work) for work in works])
+        stats = reduce(add, [self._forward_backward(work, last=work is works[-1]) for work in works])
         with self._phase("reduce"):
             metrics = self._all_reduce(stats).metrics()
         if not math.isfinite(metrics["loss"]):
             raise FloatingPointError(f"the loss is {metrics['loss']}; the weights were not changed")
         with self._phase("optim"):
             metrics["grad_norm"] = self._apply_gradients(lr if train_policy or self._critic is None else 0.0)
+            metrics |= self._experts.finish_step()
         if self._critic is not None:
             with self._phase("critic"):
                 rows, columns = [w.tensors for w in works], [(w.returns_T, w.shares_T) for w in works]
@@ -210,14 +226,16 @@ class Learner:
         Collective: every rank walks through all of them. On one rank in float32 a tensor is the parameter itself,
         so copy what must outlive the next `step`, and never write to it.
         """
-        for name, parameter in self._named:
-            self.beat(f"gather {name}")
-            shard = parameter.detach().to(self.dtype)  # cast before gathering: half the bytes
-            yield name, shard.full_tensor() if isinstance(shard, DTensor) else shard
+        for wire in self._wires:
+            self.beat(f"gather {wire.name}")
+            shard = wire.parameter.detach().to(self.dtype)  # cast before gathering: half the bytes
+            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            for piece in wire.pieces:
+                yield piece.name, piece.of(whole)
 
     def parameter_table(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """(Hugging Face name, whole shape, wire dtype such as "bfloat16") per parameter. No communication."""
-        return [(name, tuple(parameter.shape), self.dtype_name) for name, parameter in self._named]
+        """(Hugging Face name, whole shape, wire dtype such as "bfloat16") per tensor. No communication."""
+        return [(piece.name, piece.shape, self.dtype_name) for wire in self._wires for piece in wire.pieces]
 
     def export(self, folder: str | Path) -> None:
         """Writes the weights as a Hugging Face folder, in wire dtype. Collective; only trainer rank 0 writes.
@@ -232,8 +250,9 @@ class Learner:
             for _ in tensors:  # the ranks that only help to gather; and after a failed write, so that nobody hangs
                 pass
 
-    def _forward_backward(self, work: _Work) -> Stats:
+    def _forward_backward(self, work: _Work, last: bool) -> Stats:
         """Adds one row's gradient; returns its sums."""
+        last_backward(self.model, last)
         loss, stats = self._evaluate(work)
         with self._phase("backward"):
             loss.backward()
@@ -246,7 +265,7 @@ class Learner:
             with self._phase("reference"):
                 reference_T = hinted_logprobs(self.model, work.row, self.device)
         with self._phase("forward"):
-            logprobs_T, entropies_T = work.tensors.logprobs(self.model)
+            logprobs_T, entropies_T = work.tensors.logprobs(self.model, work.routing)
             return self._loss(
                 LossInputs(
                     logprobs_T=logprobs_T,
@@ -272,11 +291,23 @@ class Learner:
         return tensor(column, torch.float32, self.device)
 
     def _build(self, folder: str) -> nn.Module:
-        """A model that is not sharded yet. Master weights are float32; compute and wire have the config's dtype."""
+        """A model to shard and `finish`. Master weights are float32; compute and wire have the config's dtype."""
         settings = self._config.trainer.model
-        return models.build_and_load(
-            folder, settings.impl, settings.attn, settings.lm_head_chunk, self.device, torch.float32
-        )
+        if self._context is not None:
+            about, ours = read_config(folder), models.is_ours(folder, settings.impl)
+            if problem := context_problem(self._context.size, self._context.style, about, ours):
+                raise ValueError(f"model folder {folder!r}: {problem}")
+        model = models.begin(folder, settings.impl, settings.attn, settings.lm_head_chunk, self.device, torch.float32)
+        if self._context is not None:
+            model.context = self._context
+        return model
+
+    def _load(self, folder: str, frozen: bool = False) -> nn.Module:
+        """This rank's part of a model."""
+        model = self._build(folder).requires_grad_(not frozen)
+        parallelize(model, self._meshes, self.dtype_name, self._keep)
+        models.finish(model, folder, self.device)
+        return model
 
     def _build_reference(self) -> nn.Module | None:
         """The frozen model, where the algorithm compares with one."""
@@ -284,10 +315,7 @@ class Learner:
         if algorithm.kl.coef == 0 and self._algorithm.teacher != "reference":
             return None
         self.beat("load reference model")
-        reference = self._build(models.resolve(algorithm.reference) if algorithm.reference else self.folder)
-        reference.requires_grad_(False)
-        parallelize(reference, self._mesh, self.dtype_name)
-        return reference
+        return self._load(models.resolve(algorithm.reference) if algorithm.reference else self.folder, frozen=True)
 
     def _build_critic(self) -> Critic:
         self.beat("load critic")
@@ -297,14 +325,24 @@ class Learner:
             models.hidden_size(self.folder),
             config,
             replace(self._config.trainer.optim, lr=config.lr),
-            self._mesh,
+            self._meshes,
             self.device,
             self.dtype_name,
             self.group,
+            self._keep,
+            self._counts,
+            lambda decoder: models.finish(decoder, self.folder, self.device),
         )
+
+    @property
+    def _counts(self) -> bool:
+        """This rank counts its rows in sums over ranks: the first one of those that share them."""
+        return self._context is None or self._context.rank == 0
 
     def _all_reduce(self, stats: Stats) -> Stats:
         if self.group is not None:
+            if not self._counts:
+                stats.sums_S.zero_()
             dist.all_reduce(stats.sums_S, group=self.group)
             dist.all_reduce(stats.maxima_M, op=dist.ReduceOp.MAX, group=self.group)
         return stats

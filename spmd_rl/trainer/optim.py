@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,21 +23,37 @@ def make_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> to
     `fused` works on CPU and CUDA, for plain parameters and for DTensors. The learning rate of a step is set in
     `param_groups` before the step.
     """
+    groups = [{"params": group} for group in by_mesh(parameters)]
     return torch.optim.AdamW(
-        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+        groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
     )
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
     """The 2-norm of all gradients together, over all shards: a collective when gradients are DTensors."""
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norms = [torch.nn.utils.get_total_norm([p.grad for p in group]) for group in by_mesh(with_gradient(parameters))]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return torch.linalg.vector_norm(torch.stack(whole))
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scales all gradients in place by max_norm / norm where that is below 1; max_norm 0 never clips."""
     if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        for group in by_mesh(with_gradient(parameters)):
+            torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
+
+
+def with_gradient(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that have one."""
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters, grouped by the mesh that they are sharded over: one operation can't take DTensors of several."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
 
 
 def learning_rate(step: int, optim: OptimConfig, scheduler: SchedulerConfig, max_steps: int) -> float:

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.models.moe import Routing
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.parallel import reshard
 from spmd_rl.trainer.row_tensors import RowTensors, tensor
 
 
 @torch.no_grad()
-def frozen_logprobs(model: nn.Module, row: RowTensors) -> Tensor:
+def frozen_logprobs(model: nn.Module, row: RowTensors, routing: Routing | None = None) -> Tensor:
     """log p(target) of every token of the row under `model`, float32[T]."""
-    logprobs_T, _ = row.logprobs(model)
+    logprobs_T, _ = row.logprobs(model, routing)
     reshard(model)  # without a backward nothing else gives back what the forward gathered
     return logprobs_T
 

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+import numpy as np
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from spmd_rl.models import build as models
+from spmd_rl.models.deepep import DeepEP
+from spmd_rl.models.experts_parallel import AllToAll, ExchangeMaker, ep_problem
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.checkpoint import Checkpoints
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.optim import learning_rate
+from spmd_rl.trainer.parallel import TrainerMeshes
 from spmd_rl.world.buckets import Plan
 from spmd_rl.world.clock import Leader
 from spmd_rl.world.groups import as_default
@@ -42,6 +47,8 @@ from spmd_rl.world.messages import (
     Validated,
 )
 from spmd_rl.world.pipe import pipe_from
+from spmd_rl.world.routes import RouteReceiver
+from spmd_rl.world.trainer_mesh import TrainerDims, largest_ep
 from spmd_rl.world.weights import Sender
 from spmd_rl.world.wire import decode
 from spmd_rl.world.world import World
@@ -59,7 +66,8 @@ def run(world: World) -> None:
     with watchdog.stage("plan the weights", deadlines.start_s):
         plan = Plan.build(learner.parameter_table(), int(config.weights.bucket_mb * 2**20), len(world.mesh.trainers))
         sender = Sender(plan, index, world.groups[f"weights/{index}"], world.device, watchdog.fail, watchdog.span)
-    trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender)
+    routes = _routes(world, learner) if config.trainer.router_replay else None
+    trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender, routes)
     trainer.tell(Ready(world.rank, {"build_s": time.perf_counter() - started}))
     trainer.follow(received_orders(world))
     if clock:
@@ -72,7 +80,7 @@ def build_learner(world: World) -> Learner:
     with world.watchdog.stage("build the model", world.config.deadlines.start_s):
         group = world.groups["trainer"] if len(world.mesh.trainers) > 1 else None
         watchdog = world.watchdog
-        return Learner(world.config, _device_mesh(world), world.device, group, watchdog.beat, watchdog.span)
+        return Learner(world.config, _meshes(world), world.device, group, watchdog.beat, watchdog.span)
 
 
 def received_orders(world: World) -> Iterator[Order]:
@@ -84,16 +92,52 @@ def received_orders(world: World) -> Iterator[Order]:
         yield order
 
 
+def _routes(world: World, learner: Learner) -> RouteReceiver:
+    """ValueError where the model has no experts that could be replayed."""
+    config, mesh = getattr(learner.model, "config", None), world.mesh
+    if not getattr(learner.model, "moe_layers", None):
+        raise ValueError(
+            f"trainer.router_replay forces a router's choices, and {type(learner.model).__name__} of "
+            f"{world.config.model.name!r} has no router of ours: leave it off, or use trainer.model.impl = custom with "
+            "a mixture of experts"
+        )
+    leaders = range(len(mesh.trainers), len(mesh.trainers) + len(mesh.replicas))
+    sizes = (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
+    return RouteReceiver(world.groups["routes"], leaders, *sizes)
+
+
 def silent(event: Event) -> None:
     """What all trainer ranks but the first say."""
 
 
-def _device_mesh(world: World) -> DeviceMesh | None:
-    """The trainer ranks as a torch mesh; None when one float32 rank needs no sharding."""
+def _meshes(world: World) -> TrainerMeshes | None:
+    """The trainer ranks as torch meshes; None when one float32 rank needs no sharding."""
+    dims, exchange = _expert_parallelism(world)
     if len(world.mesh.trainers) == 1 and world.config.trainer.model.dtype == "float32":
         return None
     with as_default(world.groups["trainer"]):
-        return init_device_mesh(world.device.type, (len(world.mesh.trainers),), mesh_dim_names=("dp_shard",))
+        return TrainerMeshes.build(dims, world.device.type, exchange)
+
+
+def _expert_parallelism(world: World) -> tuple[TrainerDims, ExchangeMaker]:
+    """The mesh's dimensions with the number of ranks that share experts, and how these talk.
+
+    Raises ValueError where that number does not fit the model, on all ranks alike and before anything is allocated.
+    """
+    config, dims = world.config, world.mesh.dims
+    settings = config.trainer.parallel
+    if dims.ep == 1:
+        return dims, AllToAll
+    experts = models.expert_count(models.resolve(config.model.name), config.trainer.model.impl)
+    if dims.ep == 0:
+        host_of = [world.hosts.first[rank] for rank in world.mesh.trainers]
+        dims = replace(dims, ep=largest_ep(dims, host_of, experts) if experts else 1)
+    if problem := ep_problem(dims.ep, experts):
+        raise ValueError(f"model folder {config.model.name!r}: {problem}")
+    if settings.ep_comm_backend == "torch":
+        return dims, AllToAll
+    chunk = settings.deepep_token_chunk_size
+    return dims, DeepEP(chunk or config.seq_len, bool(chunk), settings.deepep_num_sms)
 
 
 class TrainerRank:
@@ -102,12 +146,18 @@ class TrainerRank:
     Args:
         tell: where events go.
         sender: to the engines; None where there are none.
+        routes: from the engines; None where none are replayed.
     """
 
     def __init__(
-        self, world: World, learner: Learner, tell: Callable[[Event], None], sender: Sender | None = None
+        self,
+        world: World,
+        learner: Learner,
+        tell: Callable[[Event], None],
+        sender: Sender | None = None,
+        routes: RouteReceiver | None = None,
     ) -> None:
-        self.tell = tell
+        self.tell, self._routes = tell, routes
         self._world, self._learner, self._sender = world, learner, sender
         self._checkpoints = Checkpoints(world.groups["ckpt"], world.config.ckpt.keep, world.config.ckpt.keep_every)
         self._deadline_s = world.config.deadlines.step_s
@@ -153,12 +203,21 @@ class TrainerRank:
         steps = config.warmup.steps if order.phase == "warmup" else config.max_steps
         lr = learning_rate(order.step - 1, recipe.optim, recipe.scheduler, steps) if order.lr < 0 else order.lr
         started, cpu = time.perf_counter(), time.process_time()
-        minibatches = [[Row(**columns) for columns in rows] for rows in order.rows]
+        minibatches = self._rows(order)
         only_critic = order.phase == "rl" and order.step <= config.orchestrator.algorithm.critic.warmup_steps
         metrics = self._learner.step(minibatches, lr, train_policy=not only_critic)
         metrics |= {"time/train_s": time.perf_counter() - started, "time/wait_s": waited_s}
         metrics["cpu/trainer_s"] = time.process_time() - cpu
         self.tell(Trained(order.step, order.phase, metrics))
+
+    def _rows(self, order: Train) -> list[list[Row]]:
+        """By minibatch; with the routed experts that engines send for them."""
+        rows = [Row(**columns) for of_minibatch in order.rows for columns in of_minibatch]
+        if self._routes is not None:
+            with self._world.watchdog.span("wait for routes"):
+                rows = self._routes.fill(order.step, rows)
+        ends = np.cumsum([len(of_minibatch) for of_minibatch in order.rows])
+        return [rows[end - len(part) : end] for end, part in zip(ends.tolist(), order.rows, strict=True)]
 
     def _save(self, order: Save) -> None:
         """Begin to write; `Saved` follows when it is complete."""

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.models.moe import Routing
 from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
 
-COLUMNS = ("targets", "mask", "logprobs", "temperatures", "pg_weight", "ce_weight", "kl_weight", "entropy_weight")
+STREAMS = ("pg_weight", "ce_weight", "kl_weight", "entropy_weight")
+COLUMNS = ("targets", "mask", "logprobs", "temperatures", *STREAMS)
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class RowTensors:
     temperatures_T: Tensor  # float32
     documents: Documents
     document_T: Tensor  # int64: index of the token's document
+    lengths_D: Tensor  # int64: tokens of each document
+    routed_TLK: Tensor | None = None  # int16: experts that the engine took
 
     @classmethod
     def build(cls, row: Row, device: torch.device) -> RowTensors:
@@ -37,11 +41,14 @@ class RowTensors:
             temperatures_T=tensor(row.temperatures, torch.float32, device),
             documents=Documents.build(row.cu_seqlens, device),
             document_T=tensor(np.repeat(np.arange(len(lengths_D)), lengths_D), torch.int64, device),
+            lengths_D=tensor(lengths_D, torch.int64, device),
+            routed_TLK=None if row.routed_experts is None else tensor(row.routed_experts, torch.int16, device),
         )
 
-    def logprobs(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+    def logprobs(self, model: nn.Module, routing: Routing | None = None) -> tuple[Tensor, Tensor]:
         """(log p(target), entropy), float32[T] each, with the graph that led to them."""
-        return model(self.tokens_T, self.documents, self.targets_T, self.temperatures_T)
+        about = () if routing is None else (routing,)
+        return model(self.tokens_T, self.documents, self.targets_T, self.temperatures_T, *about)
 
 
 def tensor(column: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -52,7 +59,7 @@ def tensor(column: np.ndarray, dtype: torch.dtype, device: torch.device) -> Tens
 def check_row(row: Row) -> None:
     """Raises ValueError, naming the column, unless all columns of a row have one length that cu_seqlens ends with."""
     length = len(row.tokens)
-    columns = {name: getattr(row, name) for name in (*COLUMNS, "rewards")}
+    columns = {name: getattr(row, name) for name in (*COLUMNS, "rewards", "routed_experts")}
     wrong = {name: len(column) for name, column in columns.items() if column is not None and len(column) != length}
     if wrong:
         raise ValueError(f"a row of {length} tokens has columns of other lengths: {wrong}")

@@ -23,10 +23,12 @@ import torch.distributed as dist
 from spmd_rl.algorithms.supervised import learned
 from spmd_rl.config.tree import Config
 from spmd_rl.data.sequences import Sequence, Sequences
+from spmd_rl.models.hf_config import read_config, resolve
 from spmd_rl.observe.logs import RankOutput
 from spmd_rl.observe.metrics import Metrics, truncate_metrics
 from spmd_rl.observe.plots import loss_png
 from spmd_rl.observe.progress import Progress
+from spmd_rl.rollouts.cost import TrainingCost
 from spmd_rl.rollouts.packing import Packed, pack
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.role import TrainerRank, build_learner, silent
@@ -52,7 +54,8 @@ def run(world: World, output: RankOutput | None = None) -> None:
     store = dist.distributed_c10d._get_default_store()
     stop = EarlyStop(store, world.rank, config.output_dir, world.watchdog.hurry)
     stop.heed_signals()
-    orders = own_orders(config, sequences, start, index, len(world.mesh.trainers), stop)
+    dims = world.mesh.dims
+    orders = own_orders(config, sequences, start, dims.data_rank(index), dims.data_ranks, stop)
     if index:
         TrainerRank(world, build_learner(world), silent).follow(orders)
         return
@@ -87,15 +90,20 @@ def own_orders(
     ranks: int,
     stop: Callable[[int], bool] = lambda step: False,
 ) -> Iterator[Order]:
-    """The orders of trainer rank `index` of `ranks`, from behind step `start` to the end, or until `stop` says so."""
+    """The orders of data rank `index` of `ranks`, from behind step `start` to the end, or until `stop` says so."""
     data, ckpt, last = config.data, config.ckpt, config.max_steps
     out = Path(config.output_dir).resolve()
-    held = _rows(sequences.validation(), ranks, config.seq_len)
+    cost = TrainingCost.known(read_config(resolve(config.model.name)))
+
+    def rows_of(batch: list[Sequence]) -> Packed | None:
+        return pack(learned(batch), ranks, config.seq_len, cost) if batch else None
+
+    held = rows_of(sequences.validation())
     if start:
         yield Restore(str(find(ckpt.resume, config.output_dir)))
     elif held:
         yield Validate(0, _columns(held.rows[index]))
-    batches = ahead(lambda step: _rows(sequences.batch(step), ranks, config.seq_len), range(start + 1, last + 1))
+    batches = ahead(lambda step: rows_of(sequences.batch(step)), range(start + 1, last + 1))
     for step, packed in batches:
         yield Train(step, "sft", [_columns(packed.rows[index])])
         if held and (step == last or (data.eval_interval and step % data.eval_interval == 0)):
@@ -223,10 +231,6 @@ def _resumed_step(config: Config) -> int:
     if state["step"] >= config.max_steps:
         raise CheckpointError(f"{folder} stands at step {state['step']}, and max_steps = {config.max_steps}: raise it")
     return int(state["step"])
-
-
-def _rows(batch: list[Sequence], ranks: int, seq_len: int) -> Packed | None:
-    return pack(learned(batch), ranks, seq_len) if batch else None
 
 
 def _columns(rows: list[Row]) -> list[dict[str, np.ndarray]]:

@@ -43,7 +43,11 @@ def make_groups(mesh: Mesh, rank: int, device: torch.device, timeout_s: float) -
     for spec in mesh.groups():
         backend = "nccl" if spec.carries == "device" and device.type == "cuda" else "gloo"
         group = dist.new_group(
-            list(spec.ranks), backend=backend, timeout=timedelta(seconds=timeout_s), group_desc=spec.name
+            list(spec.ranks),
+            backend=backend,
+            timeout=timedelta(seconds=timeout_s),
+            group_desc=spec.name,
+            sort_ranks=False,  # `deployment.rank_map` may give roles to ranks in any order
         )
         if rank in spec.ranks:
             mine[spec.name] = group

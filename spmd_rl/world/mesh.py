@@ -4,23 +4,26 @@
 does not exist. Rank 0 orchestrates, the next ranks train, the rest infer in replicas of `inference.tp` ranks. Placed
 together (`deployment.placement = "colocated"`), the same ranks train and infer in turns. Where no process is to spare
 (`deployment.orchestrator`), rank 0 orchestrates on a thread beside its other role. The last replicas may be frozen:
-they serve a teacher and never get new weights.
+they serve a teacher and never get new weights. `deployment.rank_map` is another order in which roles take ranks; how
+the trainer ranks share the model is `trainer_mesh.py`.
 
-It refuses to know about torch, hosts and devices; `groups.py` makes the groups it lists, in the order it lists them.
+It refuses to know about torch and devices; `groups.py` makes the groups it lists, in the order it lists them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import lcm
 from typing import Literal
 
 from spmd_rl.config.tree import Config
+from spmd_rl.world.trainer_mesh import MeshError, TrainerDims
+
+__all__ = ["GroupSpec", "Mesh", "MeshError", "Role"]
 
 Role = Literal["orchestrator", "trainer", "inference", "colocated"]
-
-
-class MeshError(ValueError):
-    """The world does not fit the deployment."""
+SHOWN = 8  # groups of a kind, to people
 
 
 @dataclass(frozen=True)
@@ -40,26 +43,43 @@ class Mesh:
     trainers: tuple[int, ...]
     replicas: tuple[tuple[int, ...], ...]  # of the policy
     frozen: tuple[tuple[int, ...], ...] = ()  # of a teacher
+    dims: TrainerDims = field(default_factory=TrainerDims)  # of the trainer ranks
 
     @classmethod
-    def of(cls, command: str, config: Config, world_size: int, spare: bool = True) -> Mesh:
+    def of(
+        cls, command: str, config: Config, world_size: int, spare: bool = True, processes: Sequence[int] = ()
+    ) -> Mesh:
         """The mesh of `main.py COMMAND`; a world of 0 ranks stands for the fewest that will do. Raises MeshError.
 
-        spare: node 0 starts one process more than it has accelerators.
+        spare: node 0 starts one process more than it has accelerators. processes: of each host; empty = one host.
         """
         if command == "sft":
-            return cls.all_train(world_size or 1)
+            return cls.all_train(world_size or TrainerDims.smallest(config.trainer.parallel), config, processes)
         if command == "rl":
-            return cls.build(config, world_size or cls.smallest(config), spare)
+            return cls.build(config, world_size or cls.smallest(config), spare, processes)
         return cls.all_infer(config, world_size or 1 + config.inference.tp)
 
     @classmethod
-    def build(cls, config: Config, world_size: int, spare: bool = True) -> Mesh:
+    def build(cls, config: Config, world_size: int, spare: bool = True, processes: Sequence[int] = ()) -> Mesh:
         """Assign roles. MeshError says which numbers do not fit and what to change."""
-        deployment, tp = config.deployment, config.inference.tp
         own = cls._own_orchestrator(config, world_size, spare)
-        if deployment.placement == "colocated":
-            return cls._together(config, world_size, own)
+        together = config.deployment.placement == "colocated"
+        mesh = cls._together(config, world_size, own) if together else cls._apart(config, world_size, own)
+        return mesh._placed(config, processes)
+
+    def _placed(self, config: Config, processes: Sequence[int]) -> Mesh:
+        """With the ranks that the map names, and the trainer's dimensions."""
+        order = _order(config.deployment.rank_map, self.world_size)
+        hosts = hosts_of(processes, self.world_size)
+        trainers = tuple(order[rank] for rank in self.trainers)
+        replicas, frozen = (tuple(tuple(order[r] for r in ranks) for ranks in e) for e in (self.replicas, self.frozen))
+        dims = TrainerDims.of(config.trainer.parallel, [hosts[rank] for rank in trainers])
+        return Mesh(self.world_size, trainers, replicas, frozen, dims)
+
+    @classmethod
+    def _apart(cls, config: Config, world_size: int, own: int) -> Mesh:
+        """Some ranks train, others infer."""
+        deployment, tp = config.deployment, config.inference.tp
         train, infer, teacher = deployment.train_ranks, deployment.infer_ranks, deployment.teacher_ranks
         free = world_size - own - teacher
         for key, count in (("infer_ranks", infer), ("teacher_ranks", teacher)):
@@ -69,7 +89,9 @@ class Mesh:
                     f"tp ranks. Set {key} to {-(-count // tp) * tp}, or change tp."
                 )
         if not train and not infer:
-            infer = max(tp, (free - free // 2) // tp * tp)
+            half, unit = max(tp, (free - free // 2) // tp * tp), TrainerDims.smallest(config.trainer.parallel)
+            fits = [count for count in range(tp, free, tp) if (free - count) % unit == 0]
+            infer = min(fits, key=lambda count: abs(count - half), default=half)
         if not infer:
             infer = free - train
         if not train:
@@ -120,21 +142,21 @@ class Mesh:
         return cls(world_size, shared, replicas[: both // tp], replicas[both // tp :])
 
     @classmethod
-    def all_train(cls, world_size: int) -> Mesh:
+    def all_train(cls, world_size: int, config: Config | None = None, processes: Sequence[int] = ()) -> Mesh:
         """Supervised training: every rank trains, rank 0 too; nobody infers or orchestrates."""
-        return cls(world_size, tuple(range(world_size)), ())
+        return cls(world_size, tuple(range(world_size)), ())._placed(config or Config(), processes)
 
     @staticmethod
     def smallest(config: Config) -> int:
         """The fewest ranks that the config can run on."""
-        deployment = config.deployment
+        deployment, unit = config.deployment, TrainerDims.smallest(config.trainer.parallel)
         own = int(deployment.orchestrator != "shared")
         if deployment.placement == "colocated":
-            tp = config.inference.tp
+            unit = lcm(unit, config.inference.tp)
             both = max(deployment.train_ranks, deployment.infer_ranks, 1)
-            return own + -(-both // tp) * tp + deployment.teacher_ranks
+            return own + -(-both // unit) * unit + deployment.teacher_ranks
         engines = (deployment.infer_ranks or config.inference.tp) + deployment.teacher_ranks
-        return own + (deployment.train_ranks or 1) + engines
+        return own + (deployment.train_ranks or unit) + engines
 
     @classmethod
     def all_infer(cls, config: Config, world_size: int) -> Mesh:
@@ -202,6 +224,8 @@ class Mesh:
             specs.append(GroupSpec("data", tuple(dict.fromkeys((0, *self.trainers))), "host"))
         senders = () if self.colocated else self.trainers
         specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(senders)]
+        if senders:
+            specs.append(GroupSpec("routes", (*self.trainers, *(replica[0] for replica in self.replicas)), "host"))
         for i, replica in enumerate(self.engines):
             specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
         return (*specs, *own) if self.trainers else tuple(specs)
@@ -212,13 +236,53 @@ class Mesh:
         lines += ["  rank 0            orchestrator"] if 0 not in self.trainers else []
         lines += ["  rank 0            orchestrator, on a thread beside what follows"] if self.shares else []
         turns = ", in turns with inference" if self.colocated else ""
-        lines += (
-            [f"  {_span(self.trainers):<17} trainer, dp_shard {len(self.trainers)}{turns}"] if self.trainers else []
-        )
+        lines += [f"  {_span(self.trainers):<17} trainer, {self.dims.describe()}{turns}"] if self.trainers else []
+        lines += self._trainer_groups()
         lines += [f"  {_span(r):<17} inference replica {i}, tp {len(r)}" for i, r in enumerate(self.replicas)]
         lines += [f"  {_span(r):<17} frozen replica {i}, tp {len(r)}" for i, r in enumerate(self.frozen)]
         return "\n".join(lines)
 
+    def _trainer_groups(self) -> list[str]:
+        """The ranks of each kind of group there is inside the trainer's."""
+        d = self.dims
+        kinds = {"fsdp": (d.dp_replicate, d.fsdp_groups()), "cp": (d.cp, d.cp_groups()), "ep": (d.ep, d.ep_groups())}
+        lines = []
+        for kind, (size, groups) in kinds.items():
+            if size > 1:
+                spans = [_runs([self.trainers[i] for i in group]) for group in groups]
+                lines.append(f"  {'':<17}   {kind}: {' | '.join(spans[:SHOWN])}{' | ...' * (len(spans) > SHOWN)}")
+        return lines
+
+
+def hosts_of(processes: Sequence[int], world_size: int) -> list[int]:
+    """The number of every rank's host; all on one where nothing is known. MeshError when processes don't add up."""
+    if not processes:
+        return [0] * world_size
+    if sum(processes) != world_size:
+        raise MeshError(f"hosts with {', '.join(map(str, processes))} processes do not make {world_size} ranks")
+    return [host for host, count in enumerate(processes) for _ in range(count)]
+
+
+def _order(rank_map: Sequence[int], world_size: int) -> Sequence[int]:
+    """The ranks in the order in which roles take them."""
+    if rank_map and (rank_map[0] != 0 or sorted(rank_map) != list(range(world_size))):
+        raise MeshError(
+            f"deployment.rank_map = {list(rank_map)} has to hold each of the ranks 0 to {world_size - 1} once, with 0, "
+            "which orchestrates, as the first; leave it empty for roles in the order of ranks"
+        )
+    return rank_map or range(world_size)
+
+
+def _runs(ranks: Sequence[int]) -> str:
+    """1-4,7: ranks in their order, neighbours in one."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
 
 def _span(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}"

@@ -43,6 +43,7 @@ class Generate(Message, frozen=True):
     top_k: int = 0
     salt: str = ""  # KV blocks are shared only within one salt; empty: the engine's current policy version
     begun: Partial | None = None  # generated before a restart; it counts toward max_tokens and is part of the answer
+    routes_from: int = -1  # the leader keeps the routed experts from this position on; -1: of none
 
 
 class Cancel(Message, frozen=True):
@@ -75,7 +76,20 @@ class Stop(Message, frozen=True):
     """The run is over: leave the loop."""
 
 
-Decision = Generate | Cancel | Pull | Fence | Tick | Stop
+class SendRoutes(Message, frozen=True):
+    """Send kept routed experts to the trainer ranks, for the rows of step `step`."""
+
+    step: int
+    pieces: list[np.ndarray]  # by trainer rank, int64[n, 3]: request, first position, one past the last
+
+
+class ForgetRoutes(Message, frozen=True):
+    """The routed experts of these requests are not needed (any more)."""
+
+    requests: list[int]
+
+
+Decision = Generate | Cancel | Pull | Fence | Tick | SendRoutes | ForgetRoutes | Stop
 
 # --- events: leader → rank 0 --------------------------------------------------------------------------------------
 

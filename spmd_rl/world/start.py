@@ -14,7 +14,8 @@ from spmd_rl.world import slurm
 from spmd_rl.world.accelerators import accelerators_here
 from spmd_rl.world.launcher import launch
 from spmd_rl.world.meeting import Node, meet
-from spmd_rl.world.mesh import Mesh
+from spmd_rl.world.mesh import Mesh, hosts_of
+from spmd_rl.world.placement import PROCESSES, crossings
 
 
 def start(program: str, argv: Sequence[str], config: Config, nproc: int, dry_run: bool) -> int:
@@ -27,21 +28,23 @@ def start(program: str, argv: Sequence[str], config: Config, nproc: int, dry_run
     spare = int(command in ASKING or (command == "rl" and config.deployment.orchestrator != "shared"))
     if config.slurm.nodes:
         ranks = slurm.layout(config.slurm, nproc or Mesh.of(command, config, 0).world_size, spare)
-        mesh = Mesh.of(command, config, sum(ranks), ranks[0] > config.slurm.gpus)
+        mesh = Mesh.of(command, config, sum(ranks), ranks[0] > config.slurm.gpus, ranks)
         print(slurm.submit(command, config, ranks, dry_run))
         if dry_run:
-            print(mesh.describe())
+            print("\n".join([mesh.describe(), *crossings(mesh, hosts_of(ranks, mesh.world_size))]))
         return 0
     here = accelerators_here(os.environ)
     node = Node.from_env(nproc, here, spare)
     if dry_run:
-        print(show(config, Mesh.of(command, config, nproc * (node.count if node else 1), not 0 < nproc <= here)))
+        alike = (nproc,) * (node.count if node else 1)
+        print(show(config, Mesh.of(command, config, sum(alike), not 0 < nproc <= here, alike if nproc else ())))
         return 0
     if node is None:
         mesh = Mesh.of(command, config, nproc, not 0 < nproc <= here)
         return launch(program, argv, mesh.world_size, config.output_dir)
     met = meet(node)
-    Mesh.of(command, config, met.world_size, met.processes[0] > here)
+    Mesh.of(command, config, met.world_size, met.processes[0] > here, met.processes)
+    os.environ[PROCESSES] = ",".join(map(str, met.processes))
     return launch(program, argv, node.processes, config.output_dir, node, met)
 
 

@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import socket
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -35,6 +36,7 @@ from spmd_rl.world.launcher import JOB_FOLDER, STOP_FILE
 from spmd_rl.world.mesh import Mesh, Role
 from spmd_rl.world.model_copies import Lacks
 from spmd_rl.world.pipe import Loopback
+from spmd_rl.world.placement import crossings, wrong_hosts
 from spmd_rl.world.stop_relay import StopRelay
 from spmd_rl.world.watchdog import Watchdog
 
@@ -77,6 +79,8 @@ class World:
         with watchdog.stage("compare ranks", deadlines.start_s):
             _compare_ranks(everyone, config, mesh)
             hosts = Hosts.find(everyone, config.output_dir, int(os.environ["LOCAL_RANK"]))
+            if rank == 0:
+                _judge_placement(config, mesh, hosts)
             lacks = Lacks.of(hosts, everyone.say("models", model_copies.folders_here(config)))
             resume = _judge_hosts(everyone, config, mesh, hosts, lacks)
             lock = prepare_output(config, resume) if rank == hosts.keepers[rank] else None
@@ -236,6 +240,14 @@ def _judge_hosts(everyone: Everyone, config: Config, mesh: Mesh, hosts: Hosts, l
         raise StartError(problem)
     everyone.say("hosts will do", None)
     return resume
+
+
+def _judge_placement(config: Config, mesh: Mesh, hosts: Hosts) -> None:
+    """On rank 0: warn of groups that cross hosts for nothing. StartError when the mesh took other hosts for granted."""
+    if problem := wrong_hosts(config, mesh, hosts.first):
+        raise StartError(problem)
+    for warning in crossings(mesh, hosts.first):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _fetch_models(everyone: Everyone, config: Config, lacks: Lacks, watchdog: Watchdog) -> Config:

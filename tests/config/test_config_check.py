@@ -27,6 +27,10 @@ GOOD = [
     "--trainer.scheduler.min-lr 1.0",
     "--warmup.scheduler.type cosine",
     "--trainer.model.attn flash_attention_2 --trainer.model.dtype bfloat16",
+    "--trainer.model.attn flash_attention_4 --trainer.model.dtype bfloat16",
+    "--trainer.parallel.cp 2 --trainer.parallel.dp-replicate 2",
+    "--trainer.moe.bias-rate 0.001 --trainer.router-replay",
+    "--trainer.parallel.nodes-per-fsdp-group 2 --trainer.parallel.ep 0",
     "--deployment.infer-ranks 4 --inference.tp 2",
     "--inference.vllm.max_num_seqs 4 --inference.vllm.gpu_memory_utilization 0.5",
     "--weights.strict",
@@ -90,6 +94,19 @@ BAD = [
     (
         "--warmup.scheduler.type cosine --warmup.scheduler.warmup-steps 5 --warmup.steps 5",
         ["warmup.scheduler.warmup_steps = 5", "warmup.steps = 5"],
+    ),
+    ("--trainer.parallel.cp 0", ["trainer.parallel.cp = 0", "1 or more"]),
+    ("--trainer.parallel.ep 2 --trainer.model.impl hf", ["trainer.parallel.ep = 2", "impl = hf", "set impl = custom"]),
+    ("--trainer.moe.bias-rate 0.001", ["trainer.moe.bias_rate = 0.001", "trainer.router_replay", "sequence_coef"]),
+    ("--trainer.parallel.ep-comm-backend deepep", ["ep_comm_backend = deepep", "dtype = bfloat16"]),
+    (
+        "--trainer.parallel.ep-comm-backend deepep --trainer.model.dtype bfloat16 --deployment.device cpu",
+        ["ep_comm_backend = deepep", "deployment.device"],
+    ),
+    ("--trainer.parallel.cp 2 --trainer.model.impl hf", ["trainer.parallel.cp = 2", "impl = hf", "set impl = custom"]),
+    (
+        "--trainer.parallel.dp-replicate 2 --trainer.parallel.nodes-per-fsdp-group 1",
+        ["nodes_per_fsdp_group = 1 with dp_replicate = 2", "set one of them to its default"],
     ),
     ("--trainer.model.attn varlen", ["trainer.model.attn = varlen", "trainer.model.dtype = float32", "bfloat16"]),
     (

@@ -188,7 +188,9 @@ def test_parts_are_one_config() -> None:
 
 def test_what_is_not_built_yet_is_named_with_a_way_out() -> None:
     converted = of_file("parallel")
-    assert {"trainer.model.ep", "trainer.model.cp", "trainer.model.dp_replicate"} <= keys_of(converted, "later")
+    assert "trainer.model.ep_comm_backend" not in keys_of(converted, "later")
+    parallel = converted.config.trainer.parallel
+    assert (parallel.cp, parallel.cp_style, parallel.dp_replicate) == (2, "ulysses", 2)
     assert all(note.why and note.instead for note in converted.losses if note.kind != "by hand")
     quiet = of_text("max_steps = 1\n[trainer.model]\nep = 1\ncp = 1\ndp_replicate = 1\nac = 'None'\ncompile = 'None'")
     assert keys_of(quiet, "later") == set()

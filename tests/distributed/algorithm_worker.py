@@ -7,19 +7,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spmd_rl.rollouts.packing import pack
+from spmd_rl.trainer.parallel import TrainerMeshes
+from spmd_rl.world.trainer_mesh import TrainerDims
 from tests.trainer.algorithm_cases import CASES, make_learner, make_samples
 
 SEQ_LEN, LR = 32, 1e-3
 
 
 def two_steps(
-    folders: list[str], name: str, rank: int, world: int, mesh: DeviceMesh | None, group: dist.ProcessGroup | None
+    folders: list[str], name: str, rank: int, world: int, meshes: TrainerMeshes | None, group: dist.ProcessGroup | None
 ) -> dict:
     """Metrics of two steps on this rank's rows, and the weights after them."""
-    learner = make_learner(folders, name, mesh, group)
+    learner = make_learner(folders, name, meshes, group)
     rows = pack(make_samples(name), world, SEQ_LEN).rows[rank]
     metrics = [learner.step([rows], LR) for _ in range(2)]
     return {"metrics": metrics, "weights": {name: tensor.clone() for name, tensor in learner.full_tensors()}}
@@ -29,8 +30,8 @@ def main(out: str, *folders: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    results = {name: two_steps(list(folders), name, rank, world, mesh, dist.group.WORLD) for name in CASES}
+    meshes = TrainerMeshes.build(TrainerDims(dp_shard=world), "cpu")
+    results = {name: two_steps(list(folders), name, rank, world, meshes, dist.group.WORLD) for name in CASES}
     torch.save(results, Path(out) / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from spmd_rl.config.tree import Config, ModelConfig, OptimConfig, TrainerConfig, TrainerModelConfig
 from spmd_rl.trainer.learner import Learner
+from spmd_rl.trainer.parallel import TrainerMeshes
+from spmd_rl.world.trainer_mesh import TrainerDims
 from tests.trainer.rows import make_document, make_row, padding_row
 
 LR = 1e-3
@@ -82,8 +83,8 @@ def main(folder: str, out: str, dtype: str, impl: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    learner = Learner(make_config(folder, dtype, impl), mesh, torch.device("cpu"), dist.group.WORLD)
+    meshes = TrainerMeshes.build(TrainerDims(dp_shard=world), "cpu")
+    learner = Learner(make_config(folder, dtype, impl), meshes, torch.device("cpu"), dist.group.WORLD)
     result = train(learner, rank, world)
     learner.export(Path(out) / "export")
     result["refused"] = refused_export(learner, Path(out))

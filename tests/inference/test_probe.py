@@ -107,31 +107,36 @@ def test_experts_hold_the_weights_of_every_swap(moe_engine, moe_learner):
         assert k3(older, scored).mean() > 1e-4  # the step changed something
 
 
-def expert_stays_behind(tensors: Tensors, older: Tensors, name: str) -> None:
-    tensors[name][5] = older[name][5]
+def name_of(expert: int, part: str) -> str:
+    return f"model.layers.1.mlp.experts.{expert}.{part}.weight"
 
 
-def experts_change_places(tensors: Tensors, older: Tensors, name: str) -> None:
-    tensors[name] = tensors[name][[1, 0, *range(2, 8)]]
+def expert_stays_behind(tensors: Tensors, older: Tensors, part: str) -> None:
+    tensors[name_of(5, part)] = older[name_of(5, part)]
 
 
-def expert_is_empty(tensors: Tensors, older: Tensors, name: str) -> None:
-    tensors[name][5] = 0
+def experts_change_places(tensors: Tensors, older: Tensors, part: str) -> None:
+    one, other = name_of(0, part), name_of(1, part)
+    tensors[one], tensors[other] = tensors[other], tensors[one]
+
+
+def expert_is_empty(tensors: Tensors, older: Tensors, part: str) -> None:
+    tensors[name_of(5, part)].zero_()
 
 
 @pytest.mark.parametrize("mutate", [expert_stays_behind, experts_change_places, expert_is_empty])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.experts.down_proj"])
-def test_one_wrong_expert_is_caught(moe_engine, moe_learner, mutate, name):
+@pytest.mark.parametrize("part", ["gate_proj", "up_proj", "down_proj"])
+def test_one_wrong_expert_is_caught(moe_engine, moe_learner, mutate, part):
     older = weights_of(moe_learner)
     take_step(moe_learner, 1e-2)
     tensors = weights_of(moe_learner)
-    mutate(tensors, older, name)
+    mutate(tensors, older, part)
     assert caught(disagreement(moe_engine, moe_learner, tensors))
 
 
 def test_a_missing_expert_tensor_is_caught(moe_engine, moe_learner):
     """Left out on both sides of the plan: the engine itself must notice."""
     tensors = weights_of(moe_learner)
-    del tensors["model.layers.1.mlp.experts.down_proj"]
+    del tensors[name_of(5, "down_proj")]
     with pytest.raises(WeightsError, match=r"model\.layers\.1\.mlp\.experts"):
         disagreement(moe_engine, moe_learner, tensors)

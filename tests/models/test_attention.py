@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -75,10 +77,36 @@ def test_auto_is_sdpa_on_the_cpu() -> None:
     assert resolve_backend("auto", "cpu") == "sdpa"
 
 
-@pytest.mark.parametrize("name", ["flash_attention_2", "varlen"])
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flash_attention_4", "varlen"])
 def test_a_back_end_that_cannot_run_says_what_it_needs(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}.*needs a CUDA device.*use sdpa"):
         resolve_backend(name, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("backend", "module"), [("flash_attention_3", "flash_attn_interface"), ("flash_attention_4", "flash_attn.cute")]
+)
+def test_newer_flash_attention_is_called_with_the_bounds_of_documents(monkeypatch, backend: str, module: str) -> None:
+    """A stand-in that attends by what it is told, and returns the denominators as well."""
+    cu_seqlens = np.array([0, 7, 12, 31], dtype=np.int32)
+    documents, told = Documents.build(cu_seqlens), []
+
+    def flash_attn_varlen_func(q, k, v, **about):  # type: ignore[no-untyped-def]
+        told.append(about)
+        return plain(q.float(), k.float(), v.float(), about["cu_seqlens_k"].numpy()).to(q.dtype), None
+
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func))
+    q, k, v = (torch.randn(31, heads, 8).bfloat16() for heads in (4, 2, 2))
+    torch.testing.assert_close(attend(q, k, v, documents, backend), plain(q, k, v, cu_seqlens), atol=2e-2, rtol=2e-2)
+    assert told[0]["causal"] is True and told[0]["cu_seqlens_q"] is documents.cu_seqlens
+    assert (told[0]["max_seqlen_q"], told[0]["max_seqlen_k"]) == (19, 19)
+
+
+def test_what_to_install_is_said() -> None:
+    with pytest.raises(ValueError, match=r"a CUDA device and flash-attention 3 \(build the folder hopper/"):
+        resolve_backend("flash_attention_3", "cpu")
+    with pytest.raises(ValueError, match="pip install flash-attn-4"):
+        resolve_backend("flash_attention_4", "cpu")
 
 
 def test_unknown_back_end_lists_the_known_ones() -> None:

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmd_rl.models.build import build, build_and_load, export, hf_named_parameters, load_weights, resolve
+from spmd_rl.models.build import build, build_and_load, export, hf_named_tensors, load_weights, resolve
+from spmd_rl.models.decoder import Decoder
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.packed import Documents
-from spmd_rl.models.qwen3 import Qwen3
 from spmd_rl.models.tiny import make_tiny
 
 
@@ -24,9 +24,9 @@ def tiny(folder: Path, tied: bool = False, seed: int = 0) -> str:
     return make_tiny(str(folder), seed=seed, tied=tied, init_std=0.2, eos_token_id=2, bos_token_id=1, **shape)
 
 
-def llama(folder: Path) -> str:
+def mistral(folder: Path) -> str:
     config = AutoConfig.for_model(
-        "llama",
+        "mistral",
         vocab_size=61,
         hidden_size=16,
         intermediate_size=24,
@@ -45,8 +45,8 @@ def test_round_trip_is_bit_exact(tmp_path: Path, impl: str, tied: bool, shard_by
     source, target = tiny(tmp_path / "source", tied), str(tmp_path / "target")
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
     model = build_and_load(source, impl)
-    assert isinstance(model, Qwen3 if impl == "custom" else HFModel)
-    export(hf_named_parameters(model), source, target, torch.float32, shard_bytes)
+    assert isinstance(model, Decoder if impl == "custom" else HFModel)
+    export(hf_named_tensors(model), source, target, torch.float32, shard_bytes)
 
     shards = sorted(Path(target).glob("*.safetensors"))
     assert (len(shards) > 1) == (shard_bytes == 6000)
@@ -58,7 +58,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, impl: str, tied: bool, shard_by
     assert (Path(target) / "generation_config.json").exists()
     again = build(target, "custom")
     load_weights(again, target)
-    for (name, mine), (other, theirs) in zip(hf_named_parameters(again), hf_named_parameters(model), strict=True):
+    for (name, mine), (other, theirs) in zip(hf_named_tensors(again), hf_named_tensors(model), strict=True):
         assert name == other
         assert torch.equal(mine, theirs)
 
@@ -67,7 +67,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, impl: str, tied: bool, shard_by
 def test_plain_transformers_reads_an_export(tmp_path: Path, dtype: torch.dtype) -> None:
     source, target = tiny(tmp_path / "source"), str(tmp_path / "target")
     model = build_and_load(source)
-    export(hf_named_parameters(model), source, target, dtype)
+    export(hf_named_tensors(model), source, target, dtype)
     hf = AutoModelForCausalLM.from_pretrained(target)
     assert hf.dtype == dtype
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
@@ -99,16 +99,16 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
 def test_names_and_order_are_those_of_the_state_dict(tmp_path: Path) -> None:
     for tied in (False, True):
         folder = tiny(tmp_path / f"tied_{tied}", tied)
-        names = [[name for name, _ in hf_named_parameters(build(folder, impl))] for impl in ("custom", "hf")]
+        names = [[name for name, _ in hf_named_tensors(build(folder, impl))] for impl in ("custom", "hf")]
         assert names[0] == names[1]
         assert ("lm_head.weight" in names[0]) == (not tied)
         assert sorted(names[0]) == sorted(load_file(Path(folder) / "model.safetensors"))
 
 
 def test_auto_falls_back_to_transformers(tmp_path: Path) -> None:
-    folder = llama(tmp_path / "llama")
+    folder = mistral(tmp_path / "mistral")
     assert isinstance(build_and_load(folder, "auto"), HFModel)
-    with pytest.raises(ValueError, match=r"impl = custom has no model type 'llama' \(it has qwen3\); use impl = hf"):
+    with pytest.raises(ValueError, match=r"no model type 'mistral' \(it has qwen3, llama, .*\); use impl = hf"):
         build(folder, "custom")
 
 

@@ -41,6 +41,20 @@ def test_the_default_is_the_quickstart_model(folder):
     assert logits_TV.shape == (5, len(tokenizer))
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen2_moe"])
+def test_every_family_is_one_of_transformers(tmp_path, family):
+    from transformers import AutoModelForCausalLM
+
+    main = runpy.run_path(str(REPO / "tools/make_tiny.py"))["main"]
+    main(tmp_path, layers=1, hidden=32, ff=48, architecture=family, experts=6, top_k=3, expert_ff=16)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert model.config.model_type == family
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    if family != "llama":
+        assert (model.config.num_experts, model.config.num_experts_per_tok) == (6, 3)
+        assert model.model.layers[0].mlp.experts.down_proj.shape == (6, 32, 16)
+
+
 def test_sizes_and_the_seed_make_the_weights(folder, tmp_path):
     main = runpy.run_path(str(REPO / "tools/make_tiny.py"))["main"]
     for name, seed in (("a", 3), ("same", 3), ("other", 4)):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config.tree import (
     AlgorithmConfig,
@@ -19,6 +20,7 @@ from spmd_rl.config.tree import (
 )
 from spmd_rl.rollouts.types import TrainSample
 from spmd_rl.trainer.learner import Learner
+from spmd_rl.trainer.parallel import TrainerMeshes
 from tests.trainer.rows import VOCAB
 
 CPU = torch.device("cpu")
@@ -38,18 +40,19 @@ CASES = {
 def make_learner(
     folders: list[str],
     name: str,
-    mesh: DeviceMesh | None = None,
+    meshes: TrainerMeshes | None = None,
     group: dist.ProcessGroup | None = None,
+    trainer: dict[str, Any] | None = None,
     **optim: float,
 ) -> Learner:
     """A learner of the case on the first folder's model; the second one is the reference, where one is named."""
     fields = {key: folders[1] if value == "OTHER" else value for key, value in CASES[name].items()}
     config = Config(
         model=ModelConfig(name=folders[0]),
-        trainer=TrainerConfig(optim=OptimConfig(**({"lr": 1e-3, "max_norm": 0.0} | optim))),
+        trainer=TrainerConfig(optim=OptimConfig(**({"lr": 1e-3, "max_norm": 0.0} | optim)), **(trainer or {})),
         orchestrator=OrchestratorConfig(algorithm=AlgorithmConfig(**fields)),
     )
-    return Learner(config, mesh, CPU, group)
+    return Learner(config, meshes, CPU, group)
 
 
 def make_samples(name: str, count: int = 5) -> list[TrainSample]:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from spmd_rl.trainer.parallel import parallelize, reshard, sharded_modules
+from spmd_rl.trainer.parallel import TrainerMeshes, parallelize, reshard, sharded_modules
 
 
 class Toy(nn.Module):
@@ -28,7 +28,7 @@ class Toy(nn.Module):
 
 @pytest.fixture
 def mesh(group):
-    return init_device_mesh("cpu", (1,))
+    return TrainerMeshes(init_device_mesh("cpu", (1,)))
 
 
 def test_one_rank_in_float32_is_left_alone(mesh):
@@ -66,5 +66,5 @@ def test_reshard_undoes_a_forward_without_a_backward(mesh):
 
 
 def test_bfloat16_needs_a_mesh():
-    with pytest.raises(ValueError, match="pass a mesh"):
+    with pytest.raises(ValueError, match="pass meshes"):
         parallelize(Toy(), None, "bfloat16")

@@ -69,6 +69,7 @@ def test_groups(deployment):
         "ckpt": tuple(range(1, 1 + train)),
     }
     expected |= {f"weights/{i}": (1 + i, *engines) for i in range(train)}
+    expected["routes"] = (*range(1, 1 + train), *engines[::tp])
     for i in range(infer // tp):
         expected |= {f"replica/{i}": engines[i * tp : (i + 1) * tp], f"replica_cmd/{i}": engines[i * tp : (i + 1) * tp]}
     groups = mesh.groups()
@@ -76,7 +77,7 @@ def test_groups(deployment):
     assert len(groups) == len(expected)
     # A device group is nccl on accelerators; rank 0 has none.
     assert all(group.carries == "host" for group in groups if 0 in group.ranks)
-    assert {group.name for group in groups if group.carries == "host"} == {"ctl", "data", "ckpt"} | {
+    assert {group.name for group in groups if group.carries == "host"} == {"ctl", "data", "routes", "ckpt"} | {
         name for name in expected if name.startswith("replica_cmd/")
     }
 
@@ -88,6 +89,7 @@ def test_one_order_of_groups_and_members():
         GroupSpec("data", (0, 1, 2), "host"),
         GroupSpec("weights/0", (1, 3, 4, 5, 6), "device"),
         GroupSpec("weights/1", (2, 3, 4, 5, 6), "device"),
+        GroupSpec("routes", (1, 2, 3, 5), "host"),
         GroupSpec("replica/0", (3, 4), "device"),
         GroupSpec("replica_cmd/0", (3, 4), "host"),
         GroupSpec("replica/1", (5, 6), "device"),

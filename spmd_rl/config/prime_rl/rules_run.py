@@ -45,10 +45,7 @@ def model(w: Work) -> None:
     impl = w.get("trainer.model.impl", "auto")
     w.put("trainer.model.impl", "hf" if impl == "hf" else "auto", "trainer.model.impl")
     attn = w.get("trainer.model.attn", "auto")
-    known = attn in ("auto", "sdpa", "flash_attention_2")
-    w.put("trainer.model.attn", attn if known else "auto", "trainer.model.attn")
-    if not known:
-        w.note("differs", "trainer.model.attn", "becomes auto, which takes what is there; varlen is torch's own kernel")
+    w.put("trainer.model.attn", "flash_attention_4" if attn == "fa4" else attn, "trainer.model.attn")
     chunk = w.get("trainer.model.fused_lm_head_token_chunk_size")
     if isinstance(chunk, int):
         w.put("trainer.model.lm_head_chunk", chunk, "trainer.model.fused_lm_head_token_chunk_size")

@@ -9,7 +9,7 @@ NO_SPLIT = "prefill and decode are not separated"
 WHOLE = "leave it out: every replica does both"
 NO_OFFLOAD = "offloading of the KV cache is not built"
 CACHE = "leave it out; inference.vllm.gpu_memory_utilization gives the cache more room"
-NO_EP = "expert parallelism is not built"
+NO_EP = "expert parallelism of engines is not built"
 SPLIT = "leave it out: experts are split over inference.tp"
 PARSERS = "answers are parsed where the conversation is rendered"
 COPIES = "replicas are deployment.infer_ranks / inference.tp"
@@ -43,7 +43,7 @@ VLLM = (
     needless("all2all_backend", str, NO_EP),
     later("enable_eplb", bool, NO_EP, SPLIT, (False,)),
     later("enable_dbo", bool, "batches do not overlap", "leave it out", (False,)),
-    later("enable_return_routed_experts", bool, "routing is not replayed", "train a dense model", (False,)),
+    needless("enable_return_routed_experts", bool, "trainer.router_replay turns it on"),
     ruled("**", object, "inference.vllm.**", "any other argument of vLLM goes through"),
 )
 

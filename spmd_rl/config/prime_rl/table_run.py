@@ -149,13 +149,8 @@ DEPLOYMENT = (
     ruled("deployment.num_train_nodes", int, "deployment.train_ranks", "× gpus_per_node; into slurm.nodes too"),
     ruled("deployment.num_infer_nodes", (int, None), "deployment.infer_ranks", "× replicas × gpus_per_node"),
     ruled("deployment.num_infer_replicas", int, "deployment.infer_ranks"),
-    later(
-        "deployment.nodes_per_fsdp_group",
-        (int, None),
-        "weights are sharded over all trainer ranks",
-        "leave it out",
-        (None,),
-        "dp_replicate",
+    same(
+        "deployment.nodes_per_fsdp_group", (int, None), "trainer.parallel.nodes_per_fsdp_group", read=lambda n: n or 0
     ),
     needless("deployment.orchestrator_on_inference", bool, "rank 0 is a process of its own, on the CPU"),
     # Names of earlier versions.

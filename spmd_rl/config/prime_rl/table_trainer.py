@@ -6,20 +6,18 @@ from spmd_rl.config.prime_rl import table_run as run
 from spmd_rl.config.prime_rl.keys import SECTION, later, needless, never, ruled, same, under
 
 MEMORY = "leave it out; until then, more trainer ranks (deployment.train_ranks) or a smaller seq_len"
-DENSE = "leave it out, and train a dense model"
 FULL = "train all weights, with trainer.optim.lr about a tenth of an adapter's"
 NO_FP8 = "FP8 training is not built"
 NO_LORA = "LoRA is not built"
-NO_EP = "expert parallelism is not built"
 
 PARALLEL = (
-    later("dp_replicate", int, "weights are sharded over all trainer ranks", "leave it out", (1,), "dp_replicate"),
-    later("ep", (int, "auto"), NO_EP, DENSE, (1, "auto"), "ep"),
-    later("ep_comm_backend", ("torch", "deepep"), NO_EP, DENSE, ("torch",)),
-    later("deepep_num_sms", int, NO_EP, DENSE),
-    later("deepep_token_chunk_size", (int, None), NO_EP, DENSE, (None,)),
-    later("cp", int, "context parallelism is not built", "leave it out, and lower seq_len until it fits", (1,), "cp"),
-    later("cp_style", ("ring", "ulysses"), "context parallelism is not built", "leave it out", ("ring",)),
+    same("dp_replicate", int, "trainer.parallel.dp_replicate"),
+    same("ep", (int, "auto"), "trainer.parallel.ep", read=lambda ep: 0 if ep == "auto" else ep, why="auto is 0 here"),
+    same("ep_comm_backend", ("torch", "deepep"), "trainer.parallel.ep_comm_backend"),
+    same("deepep_num_sms", int, "trainer.parallel.deepep_num_sms"),
+    same("deepep_token_chunk_size", (int, None), "trainer.parallel.deepep_token_chunk_size", read=lambda n: n or 0),
+    same("cp", int, "trainer.parallel.cp"),
+    same("cp_style", ("ring", "ulysses"), "trainer.parallel.cp_style", "ring"),
 )
 SAVINGS = (
     later("compile", (SECTION, None), "torch.compile of the trainer is not built", "leave it out", (None,)),
@@ -36,13 +34,7 @@ SAVINGS = (
     later("full_offload", (SECTION, bool, None), "offloading of the optimizer is not built", MEMORY, (None, False)),
     needless("full_offload.cpu_optimizer_backend", ("native", "torch"), "offloading of the optimizer is not built"),
     needless("full_offload.numa_bind", bool, "offloading of the optimizer is not built"),
-    later(
-        "reshard_after_forward",
-        bool,
-        "weights are always freed after a layer's forward pass",
-        "leave it out: it costs time, not memory",
-        (True,),
-    ),
+    same("reshard_after_forward", bool, "trainer.parallel.reshard_after_forward"),
 )
 PRECISION = (
     ruled("optimization_dtype", ("bfloat16", "float32"), "trainer.model.dtype", "master weights are float32 here"),
@@ -86,7 +78,6 @@ MODEL = (
         "attn",
         ("auto", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "fa4"),
         "trainer.model.attn",
-        "3 and 4 become auto",
     ),
     *PARALLEL,
     *SAVINGS,
@@ -213,7 +204,7 @@ TRAINER = under(
         *LOSS,
         *run.BROADCAST,
         *run.ROLLOUTS,
-        later("enable_router_replay", bool, "routing is not replayed", "train a dense model", (False,)),
+        same("enable_router_replay", bool, "trainer.router_replay"),
         needless("metrics_server", (SECTION, None), "metrics.jsonl and tensorboard/ say it"),
         needless("metrics_server.host", str, "metrics.jsonl and tensorboard/ say it"),
         needless("metrics_server.port", int, "metrics.jsonl and tensorboard/ say it"),

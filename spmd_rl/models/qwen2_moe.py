@@ -1,0 +1,36 @@
+"""Qwen2 and Qwen1.5 with experts: plain attention with biases, and a shared expert behind a sigmoid gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spmd_rl.models.conversion import EXPERTS
+from spmd_rl.models.decoder import Family
+from spmd_rl.models.layers import Attention, FeedForward, unsupported_layers
+from spmd_rl.models.moe import MoE, is_sparse
+
+
+def attention(config: Any, backend: str, dtype: torch.dtype) -> Attention:
+    """`qkv_bias` speaks of queries, keys and values; the output has none."""
+    return Attention(config, backend, dtype, qk_norm=False, qkv_bias=config.qkv_bias, o_bias=False)
+
+
+def feed_forward(config: Any, layer: int, dtype: torch.dtype) -> FeedForward | MoE:
+    """Experts where `decoder_sparse_step` and `mlp_only_layers` say so, else dense."""
+    if not is_sparse(config, layer):
+        return FeedForward(config.hidden_size, config.intermediate_size, dtype)
+    return MoE(
+        layer,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        dtype,
+        shared=config.shared_expert_intermediate_size,
+    )
+
+
+QWEN2_MOE = Family("qwen2_moe", unsupported_layers, attention, feed_forward, EXPERTS)
