@@ -11,7 +11,7 @@ as long as it does the same when it hears the same.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,8 @@ class RolloutPolicy:
         first_replica: what the router calls replica 0.
         seq_len: longest sequence, in tokens, that engine and trainer hold.
         past: its calls in an earlier life of the run; those without an answer and a partial are not among them.
-        routed: replicas keep the routed experts of what it asks for.
+        routed: called with replica and id of each request that was answered, whose routed experts the replica keeps
+            now; None: it keeps none.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class RolloutPolicy:
         rollout: int,
         seed: int,
         past: list[Call] | None = None,
-        routed: bool = False,
+        routed: Callable[[int, int], None] | None = None,
     ) -> None:
         self.sampling, self._routed = sampling, routed
         self.calls: list[Call] = []
@@ -152,7 +153,7 @@ class RolloutPolicy:
                 await self._gate.land(self._rollout)
             call.replica = self._router.place(self._group, self._rollout, len(tokens))
         call.request = self._link.new_id() if call.request < 0 else call.request
-        call.routes_from = self._routes_from(tokens) if self._routed else -1
+        call.routes_from = -1 if self._routed is None else self._routes_from(tokens)
         length = 0
         try:
             with self._gate.away(self._rollout):
@@ -173,8 +174,9 @@ class RolloutPolicy:
                     routes_from=call.routes_from,
                 )
             length = call.length = len(tokens) + len(done.tokens)
-            if self._routed:
+            if self._routed is not None:
                 call.whole = checksum(tokens.astype(np.int32), done.tokens)
+                self._routed(call.replica, call.request)
         finally:
             self._router.done(call.replica, self._group, self._rollout, length)
         return done

@@ -32,10 +32,13 @@ class Routes:
         self._link = link
         self._held: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # (replica, request) by group
 
-    def attach(self, group: int, episode: Episode, calls: Sequence[Call]) -> Episode:
+    def hold(self, group: int, replica: int, request: int) -> None:
+        """A request of a rollout of this group was answered, be it one that fails, and the replica keeps its routes."""
+        self._held[group].append((replica, request))
+
+    def attach(self, episode: Episode, calls: Sequence[Call]) -> Episode:
         """The episode, whose samples say where the routed experts of their tokens are."""
-        kept = [call for call in calls if call.kept and call.answer is not None]
-        self._held[group] += [(call.replica, call.request) for call in kept]
+        kept = [call for call in calls if call.kept]
         samples = tuple(replace(sample, routes=routes_of(sample, kept)) for sample in episode.samples)
         return replace(episode, samples=samples)
 

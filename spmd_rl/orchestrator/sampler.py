@@ -11,6 +11,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Services:
         rollout: int,
         seed: int,
         past: list[Call] | None = None,
-        routed: bool = False,
+        routed: Callable[[int, int], None] | None = None,
     ) -> RolloutPolicy:
         """A policy for one rollout."""
         return RolloutPolicy(
@@ -227,7 +228,7 @@ class Sampler:
                 rollout=group.id * self._largest + sample,
                 seed=seed_of(services.config.seed, *name, *([number] if number else [])),
                 past=past.calls if number == past.number else None,
-                routed=services.routes is not None,
+                routed=partial(services.routes.hold, group.id) if services.routes is not None else None,
             )
             self._tries[group.id][sample] = _Try(number, made)
             return made
@@ -237,7 +238,7 @@ class Sampler:
         if made.changed_course:  # the past is of no use: from the beginning
             return await self._run_rollout(group, sample, _Past())
         if services.routes is not None:
-            episode = services.routes.attach(group.id, episode, made.calls)
+            episode = services.routes.attach(episode, made.calls)
         self._book.rolled(group.id, sample, with_hint(episode, source.env.hint(task)) if self._hints else episode)
 
     def _forget(self, group: int, cancel: bool = False) -> None:

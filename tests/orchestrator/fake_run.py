@@ -28,6 +28,7 @@ from spmd_rl.orchestrator.past import Past
 from spmd_rl.orchestrator.records import NoLog
 from spmd_rl.orchestrator.rollouts import Rollouts
 from spmd_rl.orchestrator.router import Router
+from spmd_rl.orchestrator.routes import Routes
 from spmd_rl.orchestrator.sampler import Services
 from spmd_rl.orchestrator.versions import Versions
 from spmd_rl.rollouts.types import Episode, Reward, Task
@@ -201,7 +202,8 @@ async def prepare(
     link = Link(replicas, trainers)
     cluster = FakeCluster(link, delays, misbehaviour, past.step if past else None)
     router = Router(replicas, slack=config.orchestrator.group_size)
-    services = Services(config, link, router, Rollouts(config), stop_token_ids=[2])
+    routes = Routes(link) if config.trainer.router_replay else None
+    services = Services(config, link, router, Rollouts(config), stop_token_ids=[2], routes=routes)
     recorder = report(link)
     versions = Versions(config, link, probe)
     environments = list(envs or [FakeEnvironment()])

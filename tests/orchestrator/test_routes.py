@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spmd_rl.envs.protocol import Policy
 from spmd_rl.orchestrator.policy import Call
-from spmd_rl.orchestrator.records import checksum
+from spmd_rl.orchestrator.records import Answered, NoLog, Record, checksum
 from spmd_rl.orchestrator.routes import Routes, routes_of
 from spmd_rl.rollouts.packing import pack
 from spmd_rl.rollouts.plain import episode_from, plain_episode
 from spmd_rl.rollouts.types import Episode, Reward, Row, Sample, Task, TrainSample
-from spmd_rl.world.messages import ForgetRoutes, Generated, SendRoutes
+from spmd_rl.world.messages import ForgetRoutes, Generate, Generated, SendRoutes
 from spmd_rl.world.routes import RouteReceiver, RouteSender, RoutesError
+from tests.orchestrator.fake_run import FakeEnvironment, make_config, train
 
 LAYERS, TOP_K, EXPERTS = 2, 3, 200
 TASK = Task("somewhere", 0, {})
@@ -86,7 +89,9 @@ def test_every_token_gets_what_the_engine_took_for_it(seed: int, replicas: int, 
     samples = []
     for number in range(count):
         sample, calls, right = talk(rng, senders, ids)
-        episode = routes.attach(number % 3, Episode(TASK, (sample,), Reward(1.0)), calls)
+        for call in calls:
+            routes.hold(number % 3, call.replica, call.request)
+        episode = routes.attach(Episode(TASK, (sample,), Reward(1.0)), calls)
         (sample,) = episode.samples
         expected.setdefault(sample.tokens.tobytes(), []).append(right)
         shown = (sample.tokens, sample.mask, sample.logprobs, sample.temperatures)
@@ -120,13 +125,13 @@ def test_calls_of_another_history_are_not_part_of_a_sample() -> None:
     other, others, _ = talk(rng, leaders(1), ids)
     assert routes_of(sample, [*others, *calls]).tolist() == routes_of(sample, calls).tolist()
     assert routes_of(other, calls) is None
-    (episode,) = (Routes(Heard(1, 1)).attach(0, Episode(TASK, (sample,), Reward(1.0)), [Call(0)]),)  # type: ignore[arg-type]
+    (episode,) = (Routes(Heard(1, 1)).attach(Episode(TASK, (sample,), Reward(1.0)), [Call(0)]),)  # type: ignore[arg-type]
     assert episode.samples[0].routes is None
 
 
 def test_what_is_read_from_a_journal_has_no_routes() -> None:
     sample, calls, _ = talk(np.random.default_rng(1), leaders(1), list(range(20)))
-    episode = Routes(Heard(1, 1)).attach(0, Episode(TASK, (sample,), Reward(1.0)), calls)  # type: ignore[arg-type]
+    episode = Routes(Heard(1, 1)).attach(Episode(TASK, (sample,), Reward(1.0)), calls)  # type: ignore[arg-type]
     assert episode.samples[0].routes is not None
     assert episode_from(plain_episode(episode), TASK).samples[0].routes is None
 
@@ -142,6 +147,56 @@ def test_what_a_leader_does_not_have_is_an_error_that_names_the_request() -> Non
     leader.forget([4, 99])
     with pytest.raises(RoutesError, match="request 4 are not kept"):
         leader._cut(pieces)
+
+
+class Answers(NoLog):
+    """The ids of requests that were answered."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+
+    def append(self, record: Record) -> None:
+        if isinstance(record, Answered) and record.stop_reason != "aborted":
+            self.ids.add(record.id)
+
+
+def test_in_a_run_leaders_are_asked_for_what_they_keep_and_keep_nothing_for_ever() -> None:
+    """Also of attempts that fail after an answer, and are made again."""
+
+    async def after_an_answer(number: int, task: Task) -> None:
+        if number % 4 == 1:
+            raise RuntimeError("it broke")
+
+    async def heard_first(self: FakeEnvironment, task: Task, policy: Policy) -> Episode:
+        await policy.generate(self.prompt(task), policy.sampling)
+        return await original(self, task, policy)
+
+    original = FakeEnvironment.rollout
+    env = FakeEnvironment(turns=2, act=after_an_answer)
+    env.rollout = heard_first.__get__(env)  # type: ignore[method-assign]
+    config = make_config(max_steps=6, groups=3, max_retries=2, max_error_rate=1.0)
+    config = replace(config, trainer=replace(config.trainer, router_replay=True))
+    answers = Answers()
+    made = train(config, [env], replicas=3, trainers=2, journal=answers)
+    kept: dict[int, tuple[int, Generate]] = {}
+    sent, forgotten = set(), set()
+    for replica, decision in made.cluster.decisions:
+        match decision:
+            case Generate():
+                kept[decision.id] = (replica, decision)
+            case SendRoutes():
+                for request, first, stop in np.concatenate(decision.pieces).tolist():
+                    where, asked = kept[request]
+                    assert where == replica and request not in forgotten and request in answers.ids
+                    assert asked.routes_from == first < stop <= len(asked.tokens) + asked.max_tokens
+                    sent.add(request)
+            case ForgetRoutes():
+                assert all(kept[request][0] == replica for request in decision.requests)
+                forgotten |= set(decision.requests)
+    held = {request for requests in made.services.routes._held.values() for _, request in requests}
+    assert forgotten | held == answers.ids and not forgotten & held
+    assert sent and sent < forgotten | held and len(forgotten) > len(held)
+    assert all(batch.stats["moe/replayed"] > 0.5 for batch in made.report.batches.values())
 
 
 def test_rows_without_routes_need_no_leader() -> None:
