@@ -232,10 +232,24 @@ class _WithLoss(torch.autograd.Function):
         return grad_TD, torch.ones((), dtype=torch.float32, device=grad_TD.device)
 
 
-def is_sparse(config: Any, layer: int) -> bool:
-    """Whether a layer of a Qwen model has experts."""
+def qwen_feed_forward(config: Any, layer: int, dtype: torch.dtype, shared: int = 0) -> FeedForward | MoE:
+    """Of a layer of a Qwen model: experts where `decoder_sparse_step` and `mlp_only_layers` say so, else dense.
+
+    `shared`: as of `MoE`.
+    """
     on_step = config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-    return on_step and layer not in (config.mlp_only_layers or ())
+    if not on_step or layer in (config.mlp_only_layers or ()):
+        return FeedForward(config.hidden_size, config.intermediate_size, dtype)
+    return MoE(
+        layer,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.norm_topk_prob,
+        dtype,
+        shared,
+    )
 
 
 def given_to(choice_N: torch.Tensor, experts: int) -> torch.Tensor:

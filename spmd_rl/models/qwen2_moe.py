@@ -9,7 +9,7 @@ import torch
 from spmd_rl.models.conversion import EXPERTS
 from spmd_rl.models.decoder import Family
 from spmd_rl.models.layers import Attention, FeedForward, unsupported_layers
-from spmd_rl.models.moe import MoE, is_sparse
+from spmd_rl.models.moe import MoE, qwen_feed_forward
 
 
 def attention(config: Any, backend: str, dtype: torch.dtype) -> Attention:
@@ -18,19 +18,8 @@ def attention(config: Any, backend: str, dtype: torch.dtype) -> Attention:
 
 
 def feed_forward(config: Any, layer: int, dtype: torch.dtype) -> FeedForward | MoE:
-    """Experts where `decoder_sparse_step` and `mlp_only_layers` say so, else dense."""
-    if not is_sparse(config, layer):
-        return FeedForward(config.hidden_size, config.intermediate_size, dtype)
-    return MoE(
-        layer,
-        config.hidden_size,
-        config.moe_intermediate_size,
-        config.num_experts,
-        config.num_experts_per_tok,
-        config.norm_topk_prob,
-        dtype,
-        shared=config.shared_expert_intermediate_size,
-    )
+    """With the shared expert in every layer that has experts."""
+    return qwen_feed_forward(config, layer, dtype, shared=config.shared_expert_intermediate_size)
 
 
 QWEN2_MOE = Family("qwen2_moe", unsupported_layers, attention, feed_forward, EXPERTS)

@@ -27,7 +27,6 @@ from spmd_rl.rollouts.types import Row
 from spmd_rl.world.messages import SendRoutes
 
 HEAD = 4  # int64: step, bytes that follow, bytes of an index, checksum
-NARROW = 256  # experts up to which an index is one byte
 
 
 class RoutesError(RuntimeError):

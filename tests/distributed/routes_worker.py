@@ -31,7 +31,7 @@ LENGTH = 4000  # of a row
 
 def block(replica: int, request: int) -> np.ndarray:
     """What a replica keeps of a request."""
-    kind = np.uint16 if EXPERTS[replica] > routes.NARROW else np.uint8
+    kind = np.uint16 if EXPERTS[replica] > 256 else np.uint8
     rng = np.random.default_rng([replica, request])
     return rng.integers(0, EXPERTS[replica], (100 * (request + 1), LAYERS, TOP_K), dtype=kind)
 
