@@ -45,8 +45,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     return draw(st.fixed_dictionaries(CONFIGS | OWN[family]))
 
 
-# The same draws every time, so that a red run means a change: of random ones about one in some hundreds misses the bound
-# of gradients in float32 (2.5e-5 was seen).
+# The same draws every time, so that a red run means a change: of random ones about one in some hundreds misses the
+# bound of gradients in float32 (2.5e-5 was seen).
 @pytest.mark.parametrize("family", OWN)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
