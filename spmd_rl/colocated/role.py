@@ -99,7 +99,7 @@ class Turns:
         self._world, self._engine, self._learner, self._tell, self._ledger = world, engine, learner, tell, ledger
         self._speaks = world.rank == world.mesh.trainers[0]
         self._trainer = TrainerRank(world, learner, self._tell_for_all if self._speaks else silent)
-        self._names = [name for name, _, _ in learner.parameter_table()]
+        self._names = [name for name, _, _ in learner.shards.table()]
         self._bytes = sum(p.numel() for p in learner.model.parameters()) * learner.dtype.itemsize
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._knock, self._left_at = knock, time.perf_counter()

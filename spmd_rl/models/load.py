@@ -67,7 +67,7 @@ def _places(model: nn.Module, wires: Sequence[Wire]) -> dict[str, _Place]:
 
 def _read(stored: Any, place: _Place, folder: str, other: str | None) -> None:
     """The part of a stored tensor that this process holds; with `other`, which was there before, only compared."""
-    found = read_box(stored, place.piece, *_local(place.parameter))
+    found = read_box(stored, place.piece, _local(place.parameter), held_box(place.parameter))
     if found is None:
         return
     target, value = found
@@ -91,12 +91,16 @@ def read_box(stored: Any, piece: Piece, local: torch.Tensor, held: Box) -> tuple
     return target, value.view(target.shape)
 
 
-def _local(parameter: nn.Parameter) -> tuple[torch.Tensor, Box]:
-    """What this process holds of a parameter, and where that lies in the whole."""
+def held_box(parameter: nn.Parameter) -> Box:
+    """Where what this process holds of a parameter lies in the whole."""
     if not isinstance(parameter, DTensor):
-        return parameter, _whole(parameter)
+        return _whole(parameter)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return parameter.to_local(), tuple((o, o + length) for o, length in zip(offset, shape, strict=True))
+    return tuple((o, o + length) for o, length in zip(offset, shape, strict=True))
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _there_before(boxes: dict[Box, str], place: _Place) -> str | None:

@@ -34,6 +34,7 @@ from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.checkpoint import Parts
 from spmd_rl.trainer.critic import Critic
+from spmd_rl.trainer.gather import everywhere, on_the_first
 from spmd_rl.trainer.inputs import LossInputs
 from spmd_rl.trainer.loss import Loss
 from spmd_rl.trainer.optim import clip_gradients, gradient_norm, make_optimizer
@@ -42,6 +43,7 @@ from spmd_rl.trainer.references import frozen_logprobs, hinted_logprobs
 from spmd_rl.trainer.routing import ExpertLoad
 from spmd_rl.trainer.row_stats import Stats
 from spmd_rl.trainer.row_tensors import RowTensors, check_row, tensor
+from spmd_rl.trainer.shards import Shards
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -89,8 +91,9 @@ class Learner:
         beat("load model")
         self.folder = models.resolve(config.model.name)
         self.model = self._load(self.folder)
-        self._wires = models.wires(self.model)
-        self._named = [(wire.name, wire.parameter) for wire in self._wires]
+        wires = models.wires(self.model)
+        self._named = [(wire.name, wire.parameter) for wire in wires]
+        self.shards = Shards(wires, self.dtype, group, meshes.copies if meshes else 1)
         self._experts = ExpertLoad(self.model, config.trainer.moe, group, self._context.size if self._context else 1)
         self._experts.reset(device)
         self._reference = self._build_reference()
@@ -219,30 +222,18 @@ class Learner:
             columns = np.split(logprobs_T.float().cpu().numpy(), cu_seqlens[1:-1])
         return [column[:-1].copy() for column in columns]
 
-    @torch.no_grad()
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor in wire dtype), one at a time, in the order of `parameter_table`.
-
-        Collective: every rank walks through all of them. On one rank in float32 a tensor is the parameter itself,
-        so copy what must outlive the next `step`, and never write to it.
-        """
-        for wire in self._wires:
-            self.beat(f"gather {wire.name}")
-            shard = wire.parameter.detach().to(self.dtype)  # cast before gathering: half the bytes
-            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            for piece in wire.pieces:
-                yield piece.name, piece.of(whole)
-
-    def parameter_table(self) -> list[tuple[str, tuple[int, ...], str]]:
-        """(Hugging Face name, whole shape, wire dtype such as "bfloat16") per tensor. No communication."""
-        return [(piece.name, piece.shape, self.dtype_name) for wire in self._wires for piece in wire.pieces]
+        """(Hugging Face name, whole tensor in wire dtype) on every rank, in the order of `shards.table`. Collective."""
+        for name, whole in everywhere(self.shards):
+            self.beat(f"gather {name}")
+            yield name, whole
 
     def export(self, folder: str | Path) -> None:
         """Writes the weights as a Hugging Face folder, in wire dtype. Collective; only trainer rank 0 writes.
 
         The other ranks may return before the folder is complete. Memory on rank 0 is what `models.export` buffers.
         """
-        tensors = self.full_tensors()
+        tensors = on_the_first(self.shards)
         try:
             if self.group is None or dist.get_rank(self.group) == 0:
                 models.export(tensors, self.folder, str(folder), self.dtype)

@@ -56,6 +56,11 @@ class TrainerMeshes:
             experts, ep = mesh[names[skip:-1]], mesh["ep"]
         return cls(fsdp, cp, experts, ep, exchange, dist.group.WORLD)
 
+    @property
+    def copies(self) -> int:
+        """How often the model is held."""
+        return self.fsdp.size(0) if self.fsdp.ndim == 2 else 1
+
 
 def parallelize(model: nn.Module, meshes: TrainerMeshes | None, dtype: str, keep_gathered: bool = False) -> None:
     """Shards `model` in place: experts, each of `model.blocks`, then the rest as one group.

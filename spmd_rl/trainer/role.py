@@ -22,6 +22,7 @@ from spmd_rl.models.deepep import DeepEP
 from spmd_rl.models.experts_parallel import AllToAll, ExchangeMaker, ep_problem
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.checkpoint import Checkpoints
+from spmd_rl.trainer.gather import Gather
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.optim import learning_rate
 from spmd_rl.trainer.parallel import TrainerMeshes
@@ -64,7 +65,7 @@ def run(world: World) -> None:
     started = time.perf_counter()
     learner = build_learner(world)
     with watchdog.stage("plan the weights", deadlines.start_s):
-        plan = Plan.build(learner.parameter_table(), int(config.weights.bucket_mb * 2**20), len(world.mesh.trainers))
+        plan = Plan.build(learner.shards.table(), int(config.weights.bucket_mb * 2**20), len(world.mesh.trainers))
         sender = Sender(plan, index, world.groups[f"weights/{index}"], world.device, watchdog.fail, watchdog.span)
     routes = _routes(world, learner) if config.trainer.router_replay else None
     trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender, routes)
@@ -158,6 +159,7 @@ class TrainerRank:
         routes: RouteReceiver | None = None,
     ) -> None:
         self.tell, self._routes = tell, routes
+        self._gather = Gather(learner.shards, sender.plan) if sender else None
         self._world, self._learner, self._sender = world, learner, sender
         self._checkpoints = Checkpoints(world.groups["ckpt"], world.config.ckpt.keep, world.config.ckpt.keep_every)
         self._deadline_s = world.config.deadlines.step_s
@@ -226,9 +228,9 @@ class TrainerRank:
 
     def _send(self, order: Send) -> None:
         """Copy the weights out, then score the probe set with them while they travel."""
-        assert self._sender is not None
+        assert self._sender is not None and self._gather is not None
         started = time.perf_counter()
-        self._sender.send(order.version, self._learner.full_tensors(), self._deadline_s)
+        self._sender.send(order.version, self._gather.write, self._deadline_s)
         gather_s = time.perf_counter() - started
         logprobs = self._learner.score(order.probe) if order.probe else []
         self.tell(Sent(order.version, gather_s, logprobs))

@@ -1,7 +1,7 @@
 """Weight sync: new policy versions travel from trainer ranks to inference ranks, bucket by bucket.
 
-`Sender` lives on every trainer rank: the main thread copies tensors into the buckets this rank sends and goes on with
-its next forward; one thread, the only owner of this rank's `weights/i` group, broadcasts them. `Receiver` lives
+`Sender` lives on every trainer rank: the main thread writes the buckets this rank sends and goes on with its next
+forward; one thread, the only owner of this rank's `weights/i` group, broadcasts them. `Receiver` lives
 on every inference rank: one thread, the only owner of all `weights/*` groups there, receives into staging buffers
 while the engine steps; the engine's thread then swaps the version in.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -28,6 +28,8 @@ import torch.distributed as dist
 from spmd_rl.world.buckets import TRAILER_BYTES, Bucket, Plan, WeightsError
 
 Span = Callable[[str], AbstractContextManager[None]]
+# Fills tensors in place, given by name, and says each name as soon as it is complete.
+Write = Callable[[Mapping[str, torch.Tensor]], Iterable[str]]
 
 CLOSED = -1  # behind the last bucket of a version
 STREAM_BUFFERS = 2  # one is loaded into the engine while the other is received
@@ -62,38 +64,33 @@ class Sender:
         self._group, self._device, self._fail, self._span = group, device, fail, span
         self._mine = [bucket for bucket in plan.buckets if bucket.sender == index]
         self._buffers = {bucket.index: bucket.allocate(device) for bucket in self._mine}
-        self._home = {piece.name: (bucket, piece) for bucket in plan.buckets for piece in bucket.pieces}
+        self._views = {p.name: p.view(self._buffers[b.index]) for b in self._mine for p in b.pieces}
         self._queue: queue.SimpleQueue[tuple[Bucket | None, int] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
         self._thread.start()
 
-    def send(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]], deadline_s: float) -> None:
-        """Copy every tensor of `version` out of the model; sending goes on beside the caller.
+    def send(self, version: int, write: Write, deadline_s: float) -> None:
+        """Let every tensor that this rank sends be written; sending goes on beside the caller.
 
-        All trainer ranks call it with the same iterable, whose gathers are collective; each keeps only its buckets.
-        WeightsError when a name is unknown, comes twice, has another shape, or is missing.
+        All trainer ranks call it, for writing may be collective. WeightsError when `write` does not name each of them
+        once.
         """
         self.wait(deadline_s)
         self._idle.clear()
         self._queue.put((None, version))  # every sender opens the version, also one that has no bucket to send
-        missing = dict(self._home)
+        missing = {piece.name: bucket for bucket in self._mine for piece in bucket.pieces}
         left = {bucket.index: len(bucket.pieces) for bucket in self._mine}
-        for name, tensor in tensors:
-            if name not in missing:
-                raise WeightsError(f"tensor {name!r} is not in the plan, or was given twice")
-            bucket, piece = missing.pop(name)
-            if tuple(tensor.shape) != piece.shape:
-                raise WeightsError(f"tensor {name!r} has shape {tuple(tensor.shape)}, the plan says {piece.shape}")
-            if bucket.index not in left:
-                continue
-            piece.view(self._buffers[bucket.index]).copy_(tensor)
+        for name in write(self._views):
+            bucket = missing.pop(name, None)
+            if bucket is None:
+                raise WeightsError(f"tensor {name!r} is not one that this rank sends, or was written twice")
             left[bucket.index] -= 1
             if left[bucket.index] == 0:
                 self._queue.put((bucket, version))
         if missing:
-            raise WeightsError(f"{len(missing)} tensors were not given for version {version}: {sorted(missing)[:5]}")
+            raise WeightsError(f"{len(missing)} tensors were not written for version {version}: {sorted(missing)[:5]}")
         self._queue.put((None, CLOSED))
 
     def wait(self, deadline_s: float) -> None:

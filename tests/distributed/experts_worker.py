@@ -104,7 +104,7 @@ def state(learner: Learner) -> dict:
     return {
         "scores": learner.score(SEQUENCES),
         "weights": {name: tensor.clone() for name, tensor in learner.full_tensors()},
-        "table": learner.parameter_table(),
+        "table": learner.shards.table(),
         "biases": {name: bias.clone() for name, bias in learner.checkpoint_parts()["routers"][0]},
         "moments": {name: whole(optimizer.state[p]["exp_avg_sq"]) for name, p in named},
         "held": sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for _, p in named),

@@ -17,7 +17,10 @@ import torch.distributed as dist
 from spmd_rl.config.tree import MoeConfig, ParallelConfig, TrainerModelConfig
 from spmd_rl.models.tiny import make_tiny
 from spmd_rl.rollouts.packing import pack
+from spmd_rl.trainer.gather import Gather
+from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.parallel import TrainerMeshes
+from spmd_rl.world.buckets import Plan
 from spmd_rl.world.groups import as_default
 from spmd_rl.world.trainer_mesh import TrainerDims
 from tests.trainer.algorithm_cases import make_learner, make_samples
@@ -101,8 +104,18 @@ def two_steps(
         "scores": learner.score(SEQUENCES),
         "validation": learner.validate(rows) if case == "grpo" else {},
         "weights": {name: tensor.clone() for name, tensor in learner.full_tensors()},
-        "table": learner.parameter_table(),
+        "sent": sent(learner),
+        "table": learner.shards.table(),
     }
+
+
+def sent(learner: Learner) -> dict[str, torch.Tensor]:
+    """The tensors that this rank would send to engines, in buckets of some tensors each."""
+    plan = Plan.build(learner.shards.table(), 4096, learner.shards.ranks)
+    mine = [piece for bucket in plan.buckets if bucket.sender == learner.shards.rank for piece in bucket.pieces]
+    views = {piece.name: torch.full(piece.shape, torch.nan, dtype=learner.dtype) for piece in mine}
+    assert list(Gather(learner.shards, plan).write(views)) == list(views)
+    return views
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,18 @@ def test_a_layout_equals_one_rank(single, ranks, run):
             np.testing.assert_allclose(scores, one, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("run", [*runs(), *HALVES], ids="-".join)
+def test_every_tensor_is_sent_whole_by_one_rank(ranks, run):
+    """Out of any layout's shards, as every rank has it that asks for all."""
+    found = ranks(LAYOUTS[run[2]].ranks)
+    sent = {name: tensor for results in found for name, tensor in results[run]["sent"].items()}
+    assert sum(len(results[run]["sent"]) for results in found) == len(sent)
+    assert all(results[run]["sent"] for results in found)
+    for results in found:
+        assert {name for name, _, _ in results[run]["table"]} == set(sent)
+        assert all(torch.equal(sent[name], tensor) for name, tensor in results[run]["weights"].items())
+
+
 @pytest.mark.parametrize("run", HALVES, ids="-".join)
 def test_bfloat16_stays_near_float32_on_layouts(single, ranks, run):
     expected = single[run[0].removesuffix(HALF), run[1]]

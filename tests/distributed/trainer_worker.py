@@ -52,7 +52,7 @@ def train(learner: Learner, rank: int, world: int) -> dict:
         "scores": scores,
         "final_scores": learner.score(SEQUENCES),
         "weights": {name: tensor.clone() for name, tensor in learner.full_tensors()},
-        "table": learner.parameter_table(),
+        "table": learner.shards.table(),
         "master_dtypes": {parameter.dtype for parameter in learner.model.parameters()},
     }
 

@@ -13,7 +13,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,13 @@ def obey(me: Rank) -> None:
 # --- weights ----------------------------------------------------------------------------------------------------------
 
 
+def copied(model: dict[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What a rank writes that has the whole model."""
+    for name, view in views.items():
+        view.copy_(model[name])
+        yield name
+
+
 def send_versions(me: Rank) -> None:
     """The tensors change as soon as `send` is back, as in an optimizer step."""
     sender = me.sender(Plan.build(TABLE, BUCKET_BYTES, len(TRAINERS)))
@@ -234,17 +242,17 @@ def send_versions(me: Rank) -> None:
     for version in VERSIONS:
         for name, tensor in weights_of(version):
             model[name].copy_(tensor)
-        sender.send(version, model.items(), PATIENCE_S)
+        sender.send(version, partial(copied, model), PATIENCE_S)
         for tensor in model.values():
             tensor.fill_(float("nan"))
     sender.close(PATIENCE_S)
     small = me.sender(Plan.build(TABLE[-1:], BUCKET_BYTES, len(TRAINERS)))  # one bucket: the second has none to send
-    small.send(1, [("scale", torch.tensor(7.0))], PATIENCE_S)
+    small.send(1, partial(copied, {"scale": torch.tensor(7.0)}), PATIENCE_S)
     small.close(PATIENCE_S)
     other = me.sender(Plan.build(TABLE[me.rank :], BUCKET_BYTES, len(TRAINERS)))  # plans that are not the same
     other.close(PATIENCE_S)
     ahead = me.sender(Plan.build(TABLE[-1:], BUCKET_BYTES, len(TRAINERS)))
-    ahead.send(8, [("scale", torch.tensor(8.0))], PATIENCE_S)
+    ahead.send(8, partial(copied, {"scale": torch.tensor(8.0)}), PATIENCE_S)
 
 
 def receive_versions(me: Rank) -> None:

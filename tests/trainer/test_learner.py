@@ -133,7 +133,7 @@ def test_steps_lower_the_loss_and_the_export_is_what_was_trained(folder, tmp_pat
 def test_full_tensors_follow_the_table_and_equal_the_folder(folder):
     learner = make_learner(folder)
     peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
-    table = learner.parameter_table()
+    table = learner.shards.table()
     tensors = list(learner.full_tensors())
     assert [(name, tuple(t.shape), "float32") for name, t in tensors] == table
     assert {name for name, _ in tensors} == set(peer)

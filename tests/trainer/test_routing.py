@@ -63,7 +63,7 @@ def test_the_load_becomes_a_metric_and_moves_the_bias(folders):
     assert metrics["moe/max_violation"] > 0 and "moe/replay_agreement" not in metrics
     for moe, load_E in zip(made.model.moe_layers, counts_LE, strict=True):
         torch.testing.assert_close(moe.gate.bias_E, 0.01 * (load_E.mean() - load_E).sign().float())
-    assert not [name for name, *_ in made.parameter_table() if "bias" in name]
+    assert not [name for name, *_ in made.shards.table() if "bias" in name]
 
 
 def test_the_bias_evens_the_load_out(folders):

@@ -9,6 +9,8 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,13 @@ def die(error: BaseException) -> None:
     os._exit(1)
 
 
+def copied(tensors: dict[str, torch.Tensor], views: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """What a rank writes that has the whole model."""
+    for name, view in views.items():
+        view.copy_(tensors[name])
+        yield name
+
+
 def send(folder: str, group: dist.ProcessGroup, bucket_mb: float) -> None:
     """Rank 0."""
     tensors = load_file(Path(folder) / "model.safetensors")
@@ -44,7 +53,7 @@ def send(folder: str, group: dist.ProcessGroup, bucket_mb: float) -> None:
         dist.broadcast(raw, 0)  # on the default group: `group` belongs to the sender's thread
         for _kind in ("idle", "busy"):
             dist.barrier()
-            sender.send(version, tensors.items(), 60)
+            sender.send(version, partial(copied, tensors), 60)
             sender.wait(60)
             dist.barrier()
             version += 1

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spmd_rl.config.tree import Config, DeploymentConfig, ModelConfig
+from spmd_rl.config.tree import Config, DeploymentConfig, ModelConfig, WeightsConfig
+from spmd_rl.trainer.gather import Gather
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.parallel import TrainerMeshes
 from spmd_rl.world.buckets import Plan
@@ -21,6 +22,7 @@ from spmd_rl.world.groups import as_default, init_world, make_groups
 from spmd_rl.world.mesh import Mesh
 from spmd_rl.world.weights import Receiver, Sender
 
+BUCKET_MB = 8.0  # many buckets for every sender, as in a large model
 ROUNDS = 6  # the first, in which memory is touched for the first time, does not count
 CPU = torch.device("cpu")
 
@@ -59,7 +61,8 @@ def train(world: dict, mesh: Mesh, config: Config, index: int) -> dict:
         meshes = TrainerMeshes.build(mesh.dims, "cpu")
     group = world["trainer"] if len(mesh.trainers) > 1 else None
     learner = Learner(config, meshes if group else None, CPU, group)
-    plan = Plan.build(learner.parameter_table(), int(config.weights.bucket_mb * 2**20), len(mesh.trainers))
+    plan = Plan.build(learner.shards.table(), int(config.weights.bucket_mb * 2**20), len(mesh.trainers))
+    gather = Gather(learner.shards, plan)
     watch = Watch()
     sender = Sender(plan, index, world[f"weights/{index}"], CPU, die)
     for version in range(ROUNDS):
@@ -68,7 +71,7 @@ def train(world: dict, mesh: Mesh, config: Config, index: int) -> dict:
         if index == 0:
             dist.broadcast(torch.zeros(plan.nbytes, dtype=torch.uint8), 1, group=raw)
         dist.barrier()
-        sender.send(version, learner.full_tensors(), 60)
+        sender.send(version, gather.write, 60)
         sender.wait(60)
         dist.barrier()
     grown = watch.end()
@@ -104,7 +107,8 @@ def infer(world: dict, mesh: Mesh) -> dict:
 if __name__ == "__main__":
     folder, trainers, engines, out = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     deployment = DeploymentConfig(train_ranks=trainers, infer_ranks=engines)
-    config = Config(model=ModelConfig(name=folder), deployment=deployment)
+    weights = WeightsConfig(bucket_mb=BUCKET_MB)
+    config = Config(model=ModelConfig(name=folder), deployment=deployment, weights=weights)
     mesh = Mesh.build(config, 1 + trainers + engines)
     init_world(300)
     rank = dist.get_rank()
