@@ -1,7 +1,7 @@
 """Ranges of single keys and relations between keys, as far as no cluster, model or engine is needed to judge them.
 
 Every problem names the keys, their values and the way out; all of them are reported at once. What must divide the
-number of ranks is `spmd_rl.world.mesh`; whether vLLM knows an argument is the engine's own check.
+number of ranks is `spmd_rl.world.mesh`; what vLLM may be told is `check_engine.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
+from spmd_rl.config.check_engine import engine_problems
 from spmd_rl.config.check_replay import check_replay
 from spmd_rl.config.check_sources import check_evaluation, check_sampling, check_sources
 from spmd_rl.config.errors import ConfigError
@@ -122,42 +123,12 @@ AT_LEAST = {
     "slurm.signal_s": 0,
 }
 
-# vLLM's arguments that follow from keys of this tree: a second place to set them could only disagree with the first.
-ENGINE_ARGS_ELSEWHERE = {
-    "model": "model.name",
-    "model_weights": "model.name",
-    "tokenizer": "model.tokenizer",
-    "dtype": "trainer.model.dtype",
-    "seed": "seed",
-    "max_model_len": "seq_len",
-    "tensor_parallel_size": "inference.tp",
-    "device_ids": "deployment.device",
-    "enable_return_routed_experts": "trainer.router_replay",
-}
-
 DEEPEP_RUNS = (("bfloat16", "auto"), ("bfloat16", "cuda"))  # trainer.model.dtype and deployment.device
-
-# vLLM's arguments that have only one right value here.
-ENGINE_ARGS_FIXED = {
-    "logprobs_mode": "the loss needs the logprobs of the distribution that was sampled (processed_logprobs)",
-    "distributed_executor_backend": "torchrun has started the ranks already (external_launcher)",
-    "worker_cls": "the engine's workers are driven from inside the program",
-    "worker_extension_cls": "the engine's workers are driven from inside the program",
-    "skip_tokenizer_init": "the engine sees token ids only",
-    "scheduling_policy": "older rollouts go first, which is what bounds their age",
-    "async_scheduling": "the policy version of a token must be known when its step returns",
-    "pipeline_parallel_size": "a replica is tensor parallel only; see inference.tp",
-    "prefill_context_parallel_size": "a replica is tensor parallel only; see inference.tp",
-    "nnodes": "torchrun lays out the nodes",
-    "node_rank": "torchrun lays out the nodes",
-    "master_addr": "torchrun lays out the nodes",
-    "master_port": "torchrun lays out the nodes",
-}
 
 
 def check(config: Config, command: str = "rl") -> None:
     """Raise a ConfigError that lists all that can't work about `main.py COMMAND`. Starts and imports nothing."""
-    everywhere = (_ranges, _run, _engine, _deadlines)
+    everywhere = (_ranges, _run, engine_problems, _deadlines)
     parts: dict[str, tuple[Callable[[Config], Iterator[str]], ...]] = {
         "rl": (
             *everywhere,
@@ -320,28 +291,6 @@ def _precision(c: Config) -> Iterator[str]:
         yield (
             f"trainer.model.attn = {attn} with trainer.model.dtype = float32: computes in 16 bits only; "
             "set dtype = bfloat16, or attn = sdpa"
-        )
-
-
-def _engine(c: Config) -> Iterator[str]:
-    for key, value in c.inference.vllm.items():
-        name = key.replace("-", "_")
-        if name in ENGINE_ARGS_ELSEWHERE:
-            yield f"inference.vllm.{key} = {value}: is set by {ENGINE_ARGS_ELSEWHERE[name]}; set that instead"
-        elif name in ENGINE_ARGS_FIXED:
-            yield f"inference.vllm.{key} = {value}: cannot be chosen, {ENGINE_ARGS_FIXED[name]}; remove it"
-        elif name.startswith("data_parallel_"):
-            yield (
-                f"inference.vllm.{key} = {value}: cannot be chosen, the number of replicas is deployment.infer_ranks "
-                "divided by inference.tp; remove it"
-            )
-        elif name != key:
-            yield f"inference.vllm.{key}: vLLM's arguments are spelled with underscores; write {name}"
-    infer_ranks, tp = c.deployment.infer_ranks, c.inference.tp
-    if tp >= 1 and infer_ranks % tp:
-        yield (
-            f"deployment.infer_ranks = {infer_ranks} is not a multiple of inference.tp = {tp}: every replica takes tp "
-            f"ranks; set infer_ranks to {max(tp, infer_ranks - infer_ranks % tp)}, or another tp"
         )
 
 

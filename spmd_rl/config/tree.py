@@ -235,6 +235,7 @@ class InferenceConfig:
     """The inference ranks."""
 
     tp: int = 1  # tensor-parallel ranks per replica
+    expert_parallel: bool = False  # a replica's ranks hold experts / tp whole experts each, not a slice of each one
     threads: int = 1  # CPU threads per inference rank
     vllm: dict[str, Any] = field(default_factory=dict)  # passed through to vLLM's EngineArgs
 

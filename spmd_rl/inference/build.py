@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from spmd_rl.config.tree import Config
-from spmd_rl.inference import noise
+from spmd_rl.inference import local_experts, noise
 from spmd_rl.world.groups import as_default
 
 
@@ -52,6 +52,8 @@ def build_engine(
         prefix = f"spmd_rl_{os.environ['MASTER_PORT']}_{replica}_"
         if device.type == "cpu" and group.size() > 1:
             _name_shared_memory(prefix)
+        if device.type == "cpu" and config.inference.expert_parallel:
+            local_experts.install()
         engine = LLMEngine.from_engine_args(EngineArgs(**engine_arguments(config, folder, device)))
         if device.type == "cpu" and group.size() > 1:
             _unlink_shared_memory(prefix, group)
@@ -73,6 +75,7 @@ def engine_arguments(config: Config, folder: str, device: torch.device) -> dict[
         "dtype": config.trainer.model.dtype,
         "max_model_len": config.seq_len,
         "tensor_parallel_size": config.inference.tp,
+        "enable_expert_parallel": config.inference.expert_parallel,
         "distributed_executor_backend": "external_launcher",
         "seed": config.seed,
         "skip_tokenizer_init": True,  # token ids in, token ids out

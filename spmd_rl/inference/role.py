@@ -150,12 +150,14 @@ class ReplicaRank:
         self._up = None if clock else Pipe(cmd, 0, f"rank {members[0]} (leader of replica {self._replica})")
         watchdog = world.watchdog
         # A frozen replica is in none of these groups: its tokens carry version -1, which is no version of the policy.
-        weights = [group for name, group in world.groups.items() if name.startswith("weights/")]
+        weights, experts = (
+            [group for name, group in world.groups.items() if name.startswith(kind)]
+            for kind in ("weights/", "experts/")
+        )
         arrived = (lambda version: clock.inbox.put(Arrived(version))) if clock else (lambda version: None)
         staging = world.config.weights.staging
-        self._receiver = (
-            Receiver(weights, world.device, arrived, watchdog.fail, watchdog.span, staging) if weights else None
-        )
+        taker, place = members.index(world.rank), (watchdog.fail, watchdog.span, staging)
+        self._receiver = Receiver(weights, world.device, arrived, *place, experts, taker) if weights else None
         self._lockstep = world.config.clock.mode == "lockstep"
         self._drains = world.config.weights.mode == "drain"
         self._recomputes = world.config.weights.mode == "recompute"

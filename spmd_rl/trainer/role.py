@@ -26,7 +26,7 @@ from spmd_rl.trainer.gather import Gather
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.optim import learning_rate
 from spmd_rl.trainer.parallel import TrainerMeshes
-from spmd_rl.world.buckets import Plan
+from spmd_rl.world.buckets import Plan, expert_taker
 from spmd_rl.world.clock import Leader
 from spmd_rl.world.groups import as_default
 from spmd_rl.world.messages import (
@@ -65,8 +65,7 @@ def run(world: World) -> None:
     started = time.perf_counter()
     learner = build_learner(world)
     with watchdog.stage("plan the weights", deadlines.start_s):
-        plan = Plan.build(learner.shards.table(), int(config.weights.bucket_mb * 2**20), len(world.mesh.trainers))
-        sender = Sender(plan, index, world.groups[f"weights/{index}"], world.device, watchdog.fail, watchdog.span)
+        sender = _sender(world, learner, index)
     routes = _routes(world, learner) if config.trainer.router_replay else None
     trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender, routes)
     trainer.tell(Ready(world.rank, {"build_s": time.perf_counter() - started}))
@@ -91,6 +90,25 @@ def received_orders(world: World) -> Iterator[Order]:
         with world.watchdog.stage("wait for an order"):
             order = decode(pipe.receive(), Order)
         yield order
+
+
+def _sender(world: World, learner: Learner, index: int) -> Sender:
+    """To the engines. ValueError where these would divide experts that the model does not have."""
+    config, mesh, groups, takers = world.config, world.mesh, world.groups, {}
+    if config.inference.expert_parallel:
+        takers = {
+            name: expert_taker(expert, experts, config.inference.tp)
+            for name, (expert, experts) in learner.shards.experts().items()
+        }
+        if not takers:
+            raise ValueError(
+                f"inference.expert_parallel divides experts, and {config.model.name!r} has none that travel one by "
+                "one: leave it out, or use trainer.model.impl = custom with a mixture of experts"
+            )
+    plan = Plan.build(learner.shards.table(), int(config.weights.bucket_mb * 2**20), len(mesh.trainers), takers)
+    experts = [groups[f"experts/{index}/{k}"] for k in range(config.inference.tp)] if mesh.divided else []
+    watchdog = world.watchdog
+    return Sender(plan, index, groups[f"weights/{index}"], world.device, watchdog.fail, watchdog.span, experts)
 
 
 def _routes(world: World, learner: Learner) -> RouteReceiver:

@@ -58,6 +58,15 @@ class Shards:
         dtype = str(self.dtype).removeprefix("torch.")
         return [(piece.name, piece.shape, dtype) for wire in self.wires for piece in wire.pieces]
 
+    def experts(self) -> dict[str, tuple[int, int]]:
+        """By name, tensors that are one expert's: which one, and of how many. No communication."""
+        return {
+            piece.name: (piece.box[0][0], len(wire.parameter))
+            for wire in self.wires
+            for piece in wire.pieces
+            if piece.one_of_stack
+        }
+
     def local(self, parameter: int) -> Tensor:
         """This rank's shard, as it is now."""
         tensor = self.wires[parameter].parameter.detach()

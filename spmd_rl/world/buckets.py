@@ -10,6 +10,7 @@ It refuses to know about groups, threads and engines.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +19,7 @@ import xxhash
 
 ALIGN_BYTES = 64  # tensors start on cache lines, and every dtype can be viewed in place
 TRAILER_BYTES = 16  # int64 version, int64 checksum
+EVERYONE = -1  # a bucket for all ranks of a replica
 
 # splitmix64's constants, as the signed 64-bit numbers that torch computes with
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -54,6 +56,7 @@ class Bucket:
     sender: int
     pieces: tuple[Piece, ...]
     nbytes: int  # without the trailer
+    taker: int = EVERYONE  # which rank of every replica it is for
 
     def allocate(self, device: torch.device) -> torch.Tensor:
         """Zeroed room for the tensors, the padding between them and the trailer."""
@@ -81,37 +84,49 @@ class Plan:
     buckets: tuple[Bucket, ...]
 
     @classmethod
-    def build(cls, table: list[tuple[str, tuple[int, ...], str]], bucket_bytes: int, senders: int) -> Plan:
+    def build(
+        cls,
+        table: list[tuple[str, tuple[int, ...], str]],
+        bucket_bytes: int,
+        senders: int,
+        takers: Mapping[str, int] | None = None,
+    ) -> Plan:
         """Cut the model into buckets of about `bucket_bytes`.
 
         Args:
             table: (name, shape, dtype) of every tensor, in checkpoint order.
             bucket_bytes: a bucket is closed before it grows past this; a larger tensor is a bucket of its own.
             senders: trainer ranks that send in turn.
+            takers: of tensors that one rank of a replica takes alone: which one.
         """
         names = [name for name, _, _ in table]
         if len(set(names)) != len(names):
             raise WeightsError(f"tensor names repeat: {sorted({n for n in names if names.count(n) > 1})[:5]}")
         buckets: list[Bucket] = []
-        pieces: list[Piece] = []
-        used = 0
+        pieces: dict[int, list[Piece]] = {}  # of the bucket that is being filled, by taker
+        used: dict[int, int] = {}
 
-        def close() -> None:
-            nonlocal pieces, used
-            if pieces:
-                buckets.append(Bucket(len(buckets), len(buckets) % senders, tuple(pieces), used))
-            pieces, used = [], 0
+        def close(taker: int) -> None:
+            filled, nbytes = pieces.pop(taker, []), used.pop(taker, 0)
+            if filled:
+                buckets.append(Bucket(len(buckets), len(buckets) % senders, tuple(filled), nbytes, taker))
 
         for name, shape, dtype in table:
             if dtype not in _WIRE_DTYPES:
                 raise WeightsError(f"tensor {name!r} has dtype {dtype!r}; these travel: {', '.join(_WIRE_DTYPES)}")
-            nbytes = torch.Size(shape).numel() * _WIRE_DTYPES[dtype].itemsize
-            if used + nbytes > bucket_bytes:
-                close()
-            pieces.append(Piece(name, tuple(shape), dtype, used, nbytes))
-            used += -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        close()
+            nbytes, taker = torch.Size(shape).numel() * _WIRE_DTYPES[dtype].itemsize, (takers or {}).get(name, EVERYONE)
+            if used.get(taker, 0) + nbytes > bucket_bytes:
+                close(taker)
+            offset = used.get(taker, 0)
+            pieces.setdefault(taker, []).append(Piece(name, tuple(shape), dtype, offset, nbytes))
+            used[taker] = offset + -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        for taker in sorted(pieces):
+            close(taker)
         return cls(tuple(buckets))
+
+    def of_taker(self, taker: int) -> Plan:
+        """What one rank of a replica takes."""
+        return Plan(tuple(bucket for bucket in self.buckets if bucket.taker in (EVERYONE, taker)))
 
     @property
     def names(self) -> list[str]:
@@ -136,6 +151,13 @@ class Plan:
     def digest(self) -> str:
         """Equal exactly when two plans are."""
         return hashlib.sha256(self.encode()).hexdigest()[:16]
+
+
+def expert_taker(expert: int, experts: int, ranks: int) -> int:
+    """The rank of a replica that holds an expert: in order, as evenly as can be, the first ranks one more (vLLM's)."""
+    each, more = divmod(experts, ranks)
+    first = more * (each + 1)  # experts of the ranks that hold one more
+    return expert // (each + 1) if expert < first else more + (expert - first) // each
 
 
 def checksum(buffer: torch.Tensor) -> int:

@@ -44,6 +44,7 @@ class Mesh:
     replicas: tuple[tuple[int, ...], ...]  # of the policy
     frozen: tuple[tuple[int, ...], ...] = ()  # of a teacher
     dims: TrainerDims = field(default_factory=TrainerDims)  # of the trainer ranks
+    divided: bool = False  # the ranks of a replica hold experts of their own
 
     @classmethod
     def of(
@@ -74,7 +75,7 @@ class Mesh:
         trainers = tuple(order[rank] for rank in self.trainers)
         replicas, frozen = (tuple(tuple(order[r] for r in ranks) for ranks in e) for e in (self.replicas, self.frozen))
         dims = TrainerDims.of(config.trainer.parallel, [hosts[rank] for rank in trainers])
-        return Mesh(self.world_size, trainers, replicas, frozen, dims)
+        return Mesh(self.world_size, trainers, replicas, frozen, dims, config.inference.expert_parallel)
 
     @classmethod
     def _apart(cls, config: Config, world_size: int, own: int) -> Mesh:
@@ -213,8 +214,9 @@ class Mesh:
         """All groups with members of several ranks, in the one order in which every rank makes them.
 
         One `weights/i` group per trainer rank: it is the root of every broadcast there, so senders never wait for
-        each other and a bucket reaches just the ranks that need it. Ranks that do both need none: their weights are
-        copied inside the process.
+        each other and a bucket reaches just the ranks that need it; `experts/i/k` are those of them that are rank k of
+        their replica, where ranks hold experts of their own. Ranks that do both need none: their weights are copied
+        inside the process.
         """
         own = [GroupSpec("trainer", self.trainers, "device"), GroupSpec("ckpt", self.trainers, "host")]
         if not self.replicas:
@@ -223,7 +225,10 @@ class Mesh:
         if self.trainers:
             specs.append(GroupSpec("data", tuple(dict.fromkeys((0, *self.trainers))), "host"))
         senders = () if self.colocated else self.trainers
-        specs += [GroupSpec(f"weights/{i}", (rank, *self.inference), "device") for i, rank in enumerate(senders)]
+        for i, rank in enumerate(senders):
+            specs.append(GroupSpec(f"weights/{i}", (rank, *self.inference), "device"))
+            takers = zip(*self.replicas, strict=True) if self.divided else ()
+            specs += [GroupSpec(f"experts/{i}/{k}", (rank, *ranks), "device") for k, ranks in enumerate(takers)]
         if senders:
             specs.append(GroupSpec("routes", (*self.trainers, *(replica[0] for replica in self.replicas)), "host"))
         for i, replica in enumerate(self.engines):

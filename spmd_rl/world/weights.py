@@ -1,9 +1,9 @@
 """Weight sync: new policy versions travel from trainer ranks to inference ranks, bucket by bucket.
 
 `Sender` lives on every trainer rank: the main thread writes the buckets this rank sends and goes on with its next
-forward; one thread, the only owner of this rank's `weights/i` group, broadcasts them. `Receiver` lives
-on every inference rank: one thread, the only owner of all `weights/*` groups there, receives into staging buffers
-while the engine steps; the engine's thread then swaps the version in.
+forward; one thread, the only owner of this rank's `weights/i` and `experts/i/*` groups, broadcasts them. `Receiver`
+lives on every inference rank: one thread, the only owner of all these groups there, receives into staging buffers while
+the engine steps; the engine's thread then swaps the version in.
 
 Where staging buffers hold the whole model, a version is complete and checked before its swap begins. Where they hold
 two buckets, it arrives with its first bucket, and the others stream through while the engine stands still.
@@ -18,14 +18,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from spmd_rl.world.buckets import TRAILER_BYTES, Bucket, Plan, WeightsError
+from spmd_rl.world.buckets import EVERYONE, TRAILER_BYTES, Bucket, Plan, WeightsError
 
 Span = Callable[[str], AbstractContextManager[None]]
 # Fills tensors in place, given by name, and says each name as soon as it is complete.
@@ -47,6 +47,7 @@ class Sender:
         plan: equal on all trainer ranks.
         index: which sender this rank is.
         group: `weights/{index}`; this rank is its member 0.
+        experts: `experts/{index}/k` by rank k of a replica, where its ranks hold experts of their own.
         fail: called on the sending thread with the error that ended it.
         span: makes the context in which a bucket is sent.
     """
@@ -59,9 +60,11 @@ class Sender:
         device: torch.device,
         fail: Callable[[BaseException], None],
         span: Span = no_span,
+        experts: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.plan = plan
         self._group, self._device, self._fail, self._span = group, device, fail, span
+        self._groups = {EVERYONE: group, **dict(enumerate(experts))}
         self._mine = [bucket for bucket in plan.buckets if bucket.sender == index]
         self._buffers = {bucket.index: bucket.allocate(device) for bucket in self._mine}
         self._views = {p.name: p.view(self._buffers[b.index]) for b in self._mine for p in b.pieces}
@@ -118,7 +121,7 @@ class Sender:
                     buffer = self._buffers[bucket.index]
                     with self._span("send a bucket"):
                         bucket.seal(buffer, version)
-                        dist.broadcast(buffer, group_src=0, group=self._group)
+                        dist.broadcast(buffer, group_src=0, group=self._groups[bucket.taker])
         except BaseException as error:
             self._fail(error)
 
@@ -128,6 +131,8 @@ class Receiver:
 
     Args:
         groups: `weights/0`, `weights/1`, ... of all senders; member 0 of each is the sender.
+        experts: `experts/0/k`, `experts/1/k`, ... where ranks of a replica hold experts of their own.
+        taker: k, this rank's place in its replica.
         arrived: called on the receiving thread with each version that can be swapped in.
         fail: called on the receiving thread with the error that ended it.
         span: makes the context in which a version is received.
@@ -142,7 +147,10 @@ class Receiver:
         fail: Callable[[BaseException], None],
         span: Span = no_span,
         staging: Literal["whole", "buckets"] = "whole",
+        experts: Sequence[dist.ProcessGroup] = (),
+        taker: int = EVERYONE,
     ) -> None:
+        self._experts, self._taker = experts, taker
         self._span, self._streams = span, staging == "buckets"
         self._groups, self._device, self._arrived, self._fail = groups, device, arrived, fail
         self._queue: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -158,7 +166,7 @@ class Receiver:
         self._thread.start()
 
     def plan(self, deadline_s: float) -> Plan:
-        """The plan, as soon as the senders have said it."""
+        """This rank's part of the plan, as soon as the senders have said it."""
         if not self._planned.wait(deadline_s):
             raise WeightsError(f"no bucket plan from the trainer ranks within {deadline_s:g} s")
         return self._plan
@@ -215,7 +223,7 @@ class Receiver:
             plans = [_receive_bytes(group, self._device) for group in self._groups]
             if len(set(plans)) != 1:
                 raise WeightsError("the trainer ranks disagree about the bucket plan")
-            self._plan = Plan.decode(plans[0])
+            self._plan = Plan.decode(plans[0]).of_taker(self._taker)
             buffers = self._allocate(self._plan.buckets)
             for buffer in buffers:
                 self._free.put(buffer)
@@ -244,7 +252,7 @@ class Receiver:
         with self._span("pull"):
             for bucket in buckets[:room]:
                 self._receive_bucket(bucket, version)
-                if bucket.index == (0 if self._streams else len(buckets) - 1):
+                if bucket is buckets[0 if self._streams else -1]:
                     self._ready.set()
                     self._arrived(version)
         if len(buckets) > room:
@@ -257,7 +265,8 @@ class Receiver:
         whole = self._free.get()  # the swap's own deadline is what ends this
         started = time.perf_counter()
         buffer = whole[: bucket.nbytes + TRAILER_BYTES]
-        dist.broadcast(buffer, group_src=0, group=self._groups[bucket.sender])
+        groups = self._groups if bucket.taker == EVERYONE else self._experts
+        dist.broadcast(buffer, group_src=0, group=groups[bucket.sender])
         bucket.verify(buffer, version)
         self.receive_s += time.perf_counter() - started
         self._checked.put(whole)

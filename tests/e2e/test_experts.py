@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from safetensors import safe_open
 
 from spmd_rl.models.byte_tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, make_byte_tokenizer
 from spmd_rl.models.tiny import make_tiny
@@ -29,6 +31,29 @@ def test_experts_over_two_trainers_agree_with_the_engine(mixture, tmp_path):
     assert_agreement(done, 4, 1e-8)
     for record in (*done.phase("warmup"), *done.phase("rl")):
         assert 0 < record["moe/max_violation"] < 3
+
+
+def test_engines_with_experts_of_their_own_get_just_these(mixture, tmp_path):
+    """Every rank receives half of the experts, and the rest of the model."""
+    args = [*SHORT, "--model.name", mixture, "--deployment.infer-ranks", "2", "--inference.tp", "2"]
+    args += ["--inference.expert-parallel", "--trainer.router-replay", "--weights.bucket-mb", "0.01"]
+    done = run(tmp_path / "run", args, 4, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+    assert_agreement(done, 4, 1e-8)
+    table = safe_open(done.folder / "hf" / "model.safetensors", "pt")
+    sizes = {name: 4 * np.prod(table.get_slice(name).get_shape()) for name in table.keys()}  # noqa: SIM118
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    expected = sum(sizes.values()) - experts / 2
+    for record in done.versions:
+        assert expected <= record["weights/bytes"] < 1.01 * expected + 4000  # padding and trailers
+    for record in done.phase("rl"):
+        assert record["moe/replay_agreement"] > 0.999
+
+
+def test_a_dense_model_has_no_experts_to_divide_over_engines(model, tmp_path):
+    args = [*SHORT, "--model.name", model, "--deployment.infer-ranks", "2", "--inference.tp", "2"]
+    done = run(tmp_path / "run", [*args, "--inference.expert-parallel"], 4)
+    assert done.returncode != 0
+    assert "inference.expert_parallel divides experts" in done.last_lines(20)
 
 
 def test_supervised_training_chooses_how_many_ranks_share_experts(mixture, tmp_path):

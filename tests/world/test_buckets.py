@@ -15,6 +15,7 @@ from spmd_rl.world.buckets import (
     WeightsError,
     checksum,
     device_checksum,
+    expert_taker,
 )
 
 CPU = torch.device("cpu")
@@ -51,6 +52,31 @@ def flip(buffer: torch.Tensor, bit: int) -> torch.Tensor:
     damaged = buffer.clone()
     damaged[bit // 8] ^= 1 << (bit % 8)
     return damaged
+
+
+@given(tables(), st.integers(1, 3000), st.integers(1, 5), st.integers(1, 3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_rank_takes_its_own_tensors_and_those_of_all(table, bucket_bytes, senders, ranks, data):
+    """In checkpoint order, so that layers are complete soon."""
+    chosen = data.draw(st.lists(st.integers(-1, ranks - 1), min_size=len(table), max_size=len(table)))
+    takers = {name: taker for (name, _, _), taker in zip(table, chosen, strict=True) if taker >= 0}
+    plan = Plan.build(table, bucket_bytes, senders, takers)
+    assert sorted(plan.names) == sorted(name for name, _, _ in table)
+    assert [bucket.index for bucket in plan.buckets] == list(range(len(plan.buckets)))
+    for rank in range(ranks):
+        mine = Plan.decode(plan.encode()).of_taker(rank)
+        wanted = [name for name, _, _ in table if takers.get(name, rank) == rank]
+        assert sorted(mine.names) == sorted(wanted)
+        for alone in (True, False):
+            assert [n for n in mine.names if (n in takers) == alone] == [n for n in wanted if (n in takers) == alone]
+
+
+@given(st.integers(1, 100), st.integers(1, 20))
+def test_experts_are_taken_in_order_and_evenly(experts, ranks):
+    taken = [expert_taker(expert, experts, ranks) for expert in range(experts)]
+    counts = [taken.count(rank) for rank in range(ranks)]
+    assert taken == sorted(taken)
+    assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
 
 
 @given(tables(), st.integers(1, 3000), st.integers(1, 5))

@@ -82,6 +82,22 @@ def test_groups(deployment):
     }
 
 
+def test_experts_of_their_own_come_over_groups_of_their_own():
+    """One per sender and rank of a replica; only a replica's ranks of this number are in it."""
+    config = deployed(2, 4, tp=2)
+    divided = replace(config, inference=replace(config.inference, expert_parallel=True))
+    groups = {group.name: group for group in Mesh.build(divided, 7).groups()}
+    more = {name: groups.pop(name) for name in list(groups) if name.startswith("experts/")}
+    assert tuple(groups.values()) == Mesh.build(config, 7).groups()
+    assert {name: group.ranks for name, group in more.items()} == {
+        "experts/0/0": (1, 3, 5),
+        "experts/0/1": (1, 4, 6),
+        "experts/1/0": (2, 3, 5),
+        "experts/1/1": (2, 4, 6),
+    }
+    assert {group.carries for group in more.values()} == {"device"}
+
+
 def test_one_order_of_groups_and_members():
     """Every rank makes them in this order; another one on some ranks would hang the start."""
     assert Mesh.build(deployed(2, 4, tp=2), 7).groups() == (

@@ -58,6 +58,28 @@ def test_versions_arrive_whole_also_for_one_who_keeps_their_tensors(monkeypatch,
     assert not wire.errors
 
 
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("taker", [0, 1])
+def test_a_rank_with_experts_of_its_own_gets_these_and_what_all_get(monkeypatch, staging, taker):
+    takers = {"layers.1.weight": 0, "layers.2.weight": 1, "layers.4.weight": 1, "layers.6.weight": 0}
+    whole = Plan.build(TABLE, BUCKET_BYTES, 2, takers)
+    wire = Wire(monkeypatch, whole, 2, taker)
+    receiver = wire.receiver(staging)
+    plan = receiver.plan(PATIENCE_S)
+    assert set(plan.names) == {name for name, _, _ in TABLE if takers.get(name, taker) == taker}
+    if staging == "whole":
+        assert receiver.staging_bytes == plan.nbytes < whole.nbytes
+    for number in (0, 3):
+        wire.send(number, version_of(number).items())
+        receiver.begin(number)
+        receiver.wait(PATIENCE_S)
+        got = dict(receiver.tensors(PATIENCE_S))
+        assert list(got) == plan.names
+        assert all(torch.equal(tensor, version_of(number)[name]) for name, tensor in got.items())
+    receiver.close(PATIENCE_S)
+    assert not wire.errors
+
+
 def test_how_much_is_staged(monkeypatch):
     plan = plan_of()
     largest = max(bucket.nbytes for bucket in plan.buckets) + TRAILER_BYTES

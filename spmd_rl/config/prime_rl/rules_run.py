@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from spmd_rl.config.check import ENGINE_ARGS_ELSEWHERE, ENGINE_ARGS_FIXED
+from spmd_rl.config.check_engine import ENGINE_ARGS_ELSEWHERE, ENGINE_ARGS_FIXED
 from spmd_rl.config.prime_rl.table_inference import VLLM
 from spmd_rl.config.prime_rl.work import Work
 
@@ -226,8 +226,13 @@ def records(w: Work) -> None:
 
 
 def engine(w: Work) -> None:
-    """Arguments of vLLM that go through, but for those that have one right value here."""
+    """Arguments of vLLM that go through, but for those that have one right value here; and who holds experts."""
     prefix = "inference.vllm"
+    divided = f"{prefix}.enable_expert_parallel"
+    if w.get(divided) and w.get(f"{prefix}.tensor_parallel_size", 1) > 1:
+        w.put("inference.expert_parallel", True, divided)
+    elif w.get(divided):
+        w.note("later", divided, "experts are divided within a replica only", "a larger inference.tp, or leave it out")
     for name, value in w.under(prefix):
         ours = name.replace("-", "_")
         why = ENGINE_ARGS_FIXED.get(ours) or (

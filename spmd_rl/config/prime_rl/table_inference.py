@@ -9,8 +9,7 @@ NO_SPLIT = "prefill and decode are not separated"
 WHOLE = "leave it out: every replica does both"
 NO_OFFLOAD = "offloading of the KV cache is not built"
 CACHE = "leave it out; inference.vllm.gpu_memory_utilization gives the cache more room"
-NO_EP = "expert parallelism of engines is not built"
-SPLIT = "leave it out: experts are split over inference.tp"
+PLACES = "an expert stays where weight sync sends it"
 PARSERS = "answers are parsed where the conversation is rendered"
 COPIES = "replicas are deployment.infer_ranks / inference.tp"
 
@@ -39,9 +38,9 @@ VLLM = (
     needless("max_cpu_loras", int, "LoRA is not built"),
     needless("max_lora_rank", (int, None), "LoRA is not built"),
     needless("lora_target_modules", (list, None), "LoRA is not built"),
-    later("enable_expert_parallel", bool, NO_EP, SPLIT, (False,)),
-    needless("all2all_backend", str, NO_EP),
-    later("enable_eplb", bool, NO_EP, SPLIT, (False,)),
+    ruled("enable_expert_parallel", bool, "inference.expert_parallel", "where tensor_parallel_size is above 1"),
+    needless("all2all_backend", str, "ranks of a replica see the same tokens"),
+    later("enable_eplb", bool, PLACES, "leave it out", (False,)),
     later("enable_dbo", bool, "batches do not overlap", "leave it out", (False,)),
     needless("enable_return_routed_experts", bool, "trainer.router_replay turns it on"),
     ruled("**", object, "inference.vllm.**", "any other argument of vLLM goes through"),
