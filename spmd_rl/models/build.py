@@ -18,7 +18,7 @@ from spmd_rl.models.attention import resolve_backend
 from spmd_rl.models.conversion import Wire
 from spmd_rl.models.decoder import Decoder, Family
 from spmd_rl.models.hf_config import HELP, read_config, resolve
-from spmd_rl.models.hf_folder import export, tensor_shapes
+from spmd_rl.models.hf_folder import check_dtype, export, stored_tensors
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.llama import LLAMA
 from spmd_rl.models.qwen2_moe import QWEN2_MOE
@@ -102,9 +102,10 @@ def begin(
 def finish(model: nn.Module, folder: str, device: torch.device | str) -> None:
     """Gives a model of `begin` memory and values for what this process holds of it, sharded or whole."""
     if isinstance(model, Decoder):
+        load.check(model, wires(model), folder)  # before there is memory for what may not fit
         model.to_empty(device=device)
         model.tie()
-        load_weights(model, folder)
+        load.load(model, wires(model), folder)
 
 
 @torch.no_grad()
@@ -116,6 +117,7 @@ def load_weights(model: nn.Module, folder: str) -> None:
     if isinstance(model, HFModel):
         _load_hf(model, folder)
     else:
+        load.check(model, wires(model), folder)
         load.load(model, wires(model), folder)
 
 
@@ -201,7 +203,8 @@ def _quiet() -> Iterator[None]:
 @torch.no_grad()
 def _load_hf(model: HFModel, folder: str) -> None:
     """Through transformers' own loader, which knows the families whose files are laid out unlike their modules."""
-    tensor_shapes(folder)  # names damaged and missing files before transformers does
+    for name, stored in stored_tensors(folder):  # names damaged and missing files before transformers does
+        check_dtype(folder, name, stored)
     hf = model.hf
     strict = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # both end in the report, judged below
     with _quiet():

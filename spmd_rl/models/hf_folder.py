@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from spmd_rl.models.hf_config import HELP, read_config, read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = ("F64", "F32", "F16", "BF16")  # as safetensors names them
 SHARD_BYTES = 4 * 1024**3
 NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json", ".md")
 
@@ -36,6 +37,15 @@ def stored_tensors(folder: str) -> Iterator[tuple[str, Any]]:
 def tensor_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor; raises what `stored_tensors` raises, without reading values."""
     return {name: tuple(stored.get_shape()) for name, stored in stored_tensors(folder)}
+
+
+def check_dtype(folder: str, name: str, stored: Any) -> None:
+    """ValueError for values that are no weights by themselves: integers, or floats of 8 bits, which need scales."""
+    if (dtype := stored.get_dtype()) not in WEIGHTS:
+        raise ValueError(
+            f"model folder {folder!r}: {name!r} has dtype {dtype}, weights are read from {', '.join(WEIGHTS)}: a "
+            "quantised model has to be converted first, for example by transformers"
+        )
 
 
 def _open_shards(folder: str) -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from spmd_rl.models.conversion import Box, Piece, Wire, whole_piece
-from spmd_rl.models.hf_folder import stored_tensors
+from spmd_rl.models.hf_folder import check_dtype, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,13 @@ class _Place:
     piece: Piece
 
 
-@torch.no_grad()
-def load(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
-    """Fill the parameters, plain or sharded. Stacked ones may be stored in parts or as they are.
+def check(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
+    """Compare the folder with the parameters by names, shapes and dtypes; reads no values, needs no memory for them.
 
-    Raises ValueError naming missing, unexpected, doubled or wrongly shaped tensors, or a damaged file.
+    Raises ValueError naming missing, unexpected or wrongly shaped tensors, dtypes that are no weights, a damaged file.
     """
     places = _places(model, wires)
-    written: dict[int, dict[Box, str]] = {id(wire.parameter): {} for wire in wires}
+    boxes: dict[int, dict[Box, str]] = {id(wire.parameter): {} for wire in wires}
     for name, stored in stored_tensors(folder):
         place = places.get(name)
         if place is None:
@@ -46,12 +45,26 @@ def load(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
                 f"model folder {folder!r}: {name!r} has shape {list(shape)}, config.json asks for "
                 f"{list(place.piece.shape)}"
             )
+        check_dtype(folder, name, stored)
+        boxes[id(place.parameter)][place.piece.box] = name
+    missing = [piece.name for wire in wires for piece in wire.pieces if not _is_there(boxes, wire, piece)]
+    if missing:
+        raise ValueError(f"model folder {folder!r} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+
+
+@torch.no_grad()
+def load(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
+    """Fill the parameters, plain or sharded, from a folder that `check` approves of.
+
+    Stacked ones may be stored in parts or as they are. Raises ValueError naming tied tensors that differ.
+    """
+    places = _places(model, wires)
+    written: dict[int, dict[Box, str]] = {id(wire.parameter): {} for wire in wires}
+    for name, stored in stored_tensors(folder):
+        place = places[name]
         boxes = written[id(place.parameter)]
         _read(stored, place, folder, _there_before(boxes, place))
         boxes[place.piece.box] = name
-    missing = [piece.name for wire in wires for piece in wire.pieces if not _is_written(written, wire, piece)]
-    if missing:
-        raise ValueError(f"model folder {folder!r} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
 
 
 def _places(model: nn.Module, wires: Sequence[Wire]) -> dict[str, _Place]:
@@ -111,9 +124,9 @@ def _there_before(boxes: dict[Box, str], place: _Place) -> str | None:
     return boxes.get(mine) or boxes.get(whole)
 
 
-def _is_written(written: dict[int, dict[Box, str]], wire: Wire, piece: Piece) -> bool:
-    boxes = written[id(wire.parameter)]
-    return piece.box in boxes or _whole(wire.parameter) in boxes
+def _is_there(boxes: dict[int, dict[Box, str]], wire: Wire, piece: Piece) -> bool:
+    found = boxes[id(wire.parameter)]
+    return piece.box in found or _whole(wire.parameter) in found
 
 
 def _whole(parameter: nn.Parameter) -> Box:

@@ -153,6 +153,8 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda f: edit_tensors(f, lambda t: t.pop(NORM)), NORM),
     "unexpected": (lambda f: edit_tensors(f, lambda t: t.update(extra=torch.ones(1))), "unexpected.*extra"),
     "wrong shape": (lambda f: edit_tensors(f, lambda t: t.update({NORM: torch.ones(3)})), NORM),
+    "integers": (lambda f: edit_tensors(f, lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*dtype I8"),
+    "8 bits": (lambda f: edit_tensors(f, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})), "quantised"),
     "shard gone": (
         lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2.safetensors"}}'),
         "names 'model-2.safetensors', which is missing",

@@ -45,8 +45,8 @@ def configs(draw: st.DrawFn, family: str) -> dict[str, Any]:
     return draw(st.fixed_dictionaries(CONFIGS | OWN[family]))
 
 
-# The same draws every time, so that a red run means a change: of random ones about one in some hundreds misses the
-# bound of gradients in float32 (2.5e-5 was seen).
+# The same draws every time, so that a red run means a change. Of 900 random ones of qwen2_moe 4 missed the bound of
+# gradients, by 1.5 at most; there, against float64, Hugging Face's own float32 misses it as often and by more (2.5).
 @pytest.mark.parametrize("family", OWN)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())

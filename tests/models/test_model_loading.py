@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from spmd_rl.models.build import begin, build_and_load, finish, hf_named_tensors
 from spmd_rl.models.conversion import EXPERTS, pieces_of
@@ -37,6 +37,19 @@ def test_a_model_begins_without_memory_and_ends_as_if_loaded_at_once(tmp_path: P
         assert name == other and torch.equal(mine, theirs)
     tokens_T, documents = row([9, 3])
     assert torch.equal(model.logits(tokens_T, documents), expected.logits(tokens_T, documents))
+
+
+@pytest.mark.parametrize("problem", ["shape", "dtype", "missing", "unexpected"])
+def test_a_folder_that_does_not_fit_is_refused_before_there_is_memory(tmp_path: Path, problem: str) -> None:
+    folder, name = tiny(tmp_path), "model.norm.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    norm = tensors.pop(name)
+    changed = {"shape": {name: norm[:-1].clone()}, "dtype": {name: norm.to(torch.int8)}, "unexpected": {"x": norm}}
+    save_file(tensors | changed.get(problem, {}), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = begin(folder)
+    with pytest.raises(ValueError, match="'x'" if problem == "unexpected" else name):
+        finish(model, folder, "cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def test_transformers_models_are_loaded_at_once(tmp_path: Path) -> None:
