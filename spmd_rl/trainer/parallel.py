@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -83,10 +84,24 @@ def parallelize(model: nn.Module, meshes: TrainerMeshes | None, dtype: str, keep
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_gathered)
         fully_shard(model, mesh=mesh, mp_policy=policy)
+    _prefetch(model)
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         # gloo has no reduction that multiplies first, which is how FSDP would divide.
         module.set_force_sum_reduction_for_comms(mesh.device_type == "cpu")
+
+
+def _prefetch(model: nn.Module) -> None:
+    """While a block computes, the next one is gathered, experts included: forward in order, backward in reverse.
+
+    FSDP looks ahead by itself only as far as the host runs ahead of the device, and routing tokens to experts makes the
+    host wait; experts, gathered apart, would never be early.
+    """
+    units = [[m for m in block.modules() if isinstance(m, FSDPModule)] for block in model.blocks]
+    model.set_modules_to_forward_prefetch(units[0])
+    for before, after in pairwise(units):
+        before[0].set_modules_to_forward_prefetch(after)
+        after[0].set_modules_to_backward_prefetch(before[::-1])
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.trainer.parallel import TrainerMeshes, parallelize, reshard, sharded_modules
@@ -63,6 +64,29 @@ def test_reshard_undoes_a_forward_without_a_backward(mesh):
     assert not isinstance(model.scale, DTensor)  # what the root gathered stays gathered
     reshard(model)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def test_the_next_block_is_gathered_while_one_computes(mesh, monkeypatch):
+    """In both directions; nothing else would look ahead where the host waits for the device."""
+    said: list[str] = []
+    unshard, model = FSDPParamGroup.unshard, Toy()
+
+    def listening(group: FSDPParamGroup, async_op: bool = False) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            said.append(f"gather {group._module_fqn}")
+        unshard(group, async_op)
+
+    monkeypatch.setattr(FSDPParamGroup, "unshard", listening)
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, number=number: said.append(f"forward {number}"))
+        block.register_full_backward_hook(lambda *_, number=number: said.append(f"backward {number}"))
+    parallelize(model, mesh, "bfloat16")
+    hidden, _ = model(torch.ones(1, 4, requires_grad=True), torch.ones(1))
+    before, after = said.index("forward 0"), said.index("forward 1")
+    assert said.index("gather blocks.1") < before < after
+    del said[:]
+    hidden.float().sum().backward()
+    assert said.index("gather blocks.0") < said.index("backward 1") < said.index("backward 0")
 
 
 def test_bfloat16_needs_a_mesh():
