@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -86,26 +88,33 @@ def test_extreme_logits_stay_finite(scale: float) -> None:
     assert all(torch.isfinite(x).all() for x in (*outputs, hidden_TD.grad))
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operation's result had."""
+class Watch(TorchDispatchMode):
+    """Records the most elements that any result had, and how many results of `watched` elements lived at once."""
 
-    elements = 0
+    def __init__(self, watched: int) -> None:
+        super().__init__()
+        self.watched, self.elements, self.at_once, self._seen = watched, 0, 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for value in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(value, torch.Tensor):
                 self.elements = max(self.elements, value.numel())
+                if value.numel() == self.watched:
+                    self._seen.append(weakref.ref(value))
+        alive = [tensor for ref in self._seen if (tensor := ref()) is not None]
+        self.at_once = max(self.at_once, len({tensor.data_ptr() for tensor in alive}))
         return result
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
+@pytest.mark.parametrize("used", [0, 1])
+def test_no_tensor_is_larger_than_a_chunk_of_logits_and_three_of_these_live_at_once(used: int) -> None:
     tokens, vocab, chunk = 64, 500, 8
     hidden_TD, weight_VD, targets_T, temperatures_T = inputs(tokens, vocab)
-    with LargestTensor() as largest:
-        logprobs_T, entropies_T = token_logprobs(hidden_TD, weight_VD, targets_T, temperatures_T, chunk)
-        (logprobs_T.sum() + entropies_T.sum()).backward()
-    assert largest.elements == max(chunk * vocab, vocab * 12)
+    with Watch(chunk * vocab) as watch:
+        token_logprobs(hidden_TD, weight_VD, targets_T, temperatures_T, chunk)[used].sum().backward()
+    assert watch.elements == max(chunk * vocab, vocab * 12)
+    assert 2 <= watch.at_once <= 3
 
 
 def test_a_chunk_of_no_tokens_is_refused() -> None:
