@@ -27,9 +27,3 @@ def check_replay(c: Config) -> Iterator[str]:
             "trainer.router_replay with trainer.model.impl = hf: the choices of transformers' routers can't be forced; "
             "set impl = custom or auto"
         )
-    if c.clock.mode == "lockstep" and c.ckpt.interval:
-        yield (
-            f"trainer.router_replay with clock.mode = lockstep and ckpt.interval = {c.ckpt.interval}: engines' routed "
-            "experts are not in checkpoints, so that a resumed run would not be equal; set ckpt.interval = 0, or "
-            "clock.mode = free"
-        )

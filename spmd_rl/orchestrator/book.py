@@ -23,6 +23,7 @@ from spmd_rl.orchestrator.curriculum import make_curriculum
 from spmd_rl.orchestrator.records import Admitted, Closed, Fate, Log, Record, Released, Rolled, Took
 from spmd_rl.orchestrator.window import Window
 from spmd_rl.rollouts.plain import episode_from, group_from, plain_episode, plain_group
+from spmd_rl.rollouts.routes import without_routes
 from spmd_rl.rollouts.types import Episode, Group, Task
 
 REPLACED = ("equal", "gated")  # dropped for what their rewards are
@@ -123,6 +124,13 @@ class Book:
     def late(self, after: int) -> list[int]:
         """Groups that no batch holds yet and that were opened under versions above `after`."""
         return [id for id in (*self.open, *self._finished) if self.window.version_of(id) > after]
+
+    def drop_routes(self) -> None:
+        """The routed experts of episodes that are not trained yet are not kept any longer."""
+        for group in self.open.values():
+            group.episodes = {sample: without_routes(episode) for sample, episode in group.episodes.items()}
+        for id, whole in self._finished.items():
+            self._finished[id] = replace(whole, episodes=tuple(map(without_routes, whole.episodes)))
 
     # --- what happened ----------------------------------------------------------------------------------------------
 

@@ -270,6 +270,7 @@ class Loop:
             if self._booked:
                 await self._booked[-1]
             partials = await self.lockstep.fence()
+            self._sampler.drop_routes()
         self.journal.append(Checkpointed(step))
         self.journal.sync()
         folder = str(folder_of(self.config.output_dir, step))

@@ -58,13 +58,14 @@ class Call:
             "replica": self.replica,
             "answer": _columns(self.answer),
             "partial": _columns(self.partial),
+            "routes_from": self.routes_from,
         }
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> Call:
         """What was in the snapshot."""
         answer, partial = plain["answer"], plain["partial"]
-        call = cls(plain["prompt"], plain["request"], plain["replica"])
+        call = cls(plain["prompt"], plain["request"], plain["replica"], routes_from=plain.get("routes_from", -1))
         call.answer = Generated(**answer) if answer else None
         call.partial = Partial(**partial) if partial else None
         return call
@@ -153,7 +154,10 @@ class RolloutPolicy:
                 await self._gate.land(self._rollout)
             call.replica = self._router.place(self._group, self._rollout, len(tokens))
         call.request = self._link.new_id() if call.request < 0 else call.request
-        call.routes_from = -1 if self._routed is None else self._routes_from(tokens)
+        if self._routed is None:
+            call.routes_from = -1
+        elif call.partial is None:
+            call.routes_from = self._routes_from(tokens)
         length = 0
         try:
             with self._gate.away(self._rollout):

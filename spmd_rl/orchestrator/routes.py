@@ -5,7 +5,8 @@ matched with its requests, which may have gone to different replicas; when a bat
 goes to which trainer rank; when a group is done with, the leaders forget. Rank 0 sees positions, never experts.
 
 What a run that is taken up again finds in its journal has no routes: they went with the processes that kept them. Such
-tokens are not replayed, and the share of those that are is a metric.
+tokens are not replayed, and the share of those that are is a metric. In lockstep, where going on and being taken up
+again must be the same, every checkpoint gives up the routes of what was sampled before it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,10 @@ class Routes:
         whole = [row for part in packed for of_rank in part.rows for row in of_rank]
         routed = sum(int((row.routes[:, 3] - row.routes[:, 2]).sum()) for row in whole if row.routes is not None)
         return {"moe/replayed": routed / max(1, sum(len(row.tokens) for row in whole))}
+
+    def forget_all(self) -> None:
+        """Whatever is kept so far; what is not answered yet is not."""
+        self.forget(list(self._held))
 
     def forget(self, groups: Sequence[int]) -> None:
         """These groups are done with."""

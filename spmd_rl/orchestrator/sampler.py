@@ -192,6 +192,16 @@ class Sampler:
                 plain.append([group.id, sample, running.number, heard])
         return plain
 
+    def drop_routes(self) -> None:
+        """Give up the routed experts of all that was sampled so far: a run that is taken up from here has none."""
+        if self._services.routes is None:
+            return
+        for running in (t for tries in self._tries.values() for t in tries.values()):
+            for call in running.policy.calls:
+                call.routes_from = -1 if call.answer else call.routes_from  # what is in flight begins anew
+        self._book.drop_routes()
+        self._services.routes.forget_all()
+
     def take_up(self, calls: list[Any], version: int) -> None:
         """Run the rollouts of all open groups that have not ended, with `version` on the engines."""
         self._version = version

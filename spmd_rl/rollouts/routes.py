@@ -7,10 +7,16 @@ of the row the first one lies. It refuses to know what experts are, and who send
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from spmd_rl.rollouts.types import Row, TrainSample
+from spmd_rl.rollouts.types import Episode, Row, TrainSample
+
+
+def without_routes(episode: Episode) -> Episode:
+    """The episode, of whose tokens nobody keeps routed experts."""
+    return replace(episode, samples=tuple(replace(sample, routes=None) for sample in episode.samples))
 
 
 def row_table(documents: Sequence[TrainSample], starts: Sequence[int]) -> np.ndarray | None:
