@@ -86,7 +86,7 @@ class Gather:
         for bucket in buckets:
             sender, holders = bucket.sender, self._shards.copy_of(bucket.sender)
             for name in (piece.name for piece in bucket.pieces if me in holders):
-                for holder, part in self._shards.parts(name, holders).items():
+                for holder, part in self._shards.parts(name, holders, None if sender == me else me).items():
                     if holder == sender == me:
                         round_.own.append(part)
                     elif holder == me:

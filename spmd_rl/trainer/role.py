@@ -11,7 +11,7 @@ It refuses to know about rollouts, engines and what a step is for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -246,9 +246,16 @@ class TrainerRank:
 
     def _send(self, order: Send) -> None:
         """Copy the weights out, then score the probe set with them while they travel."""
-        assert self._sender is not None and self._gather is not None
+        assert self._sender is not None
         started = time.perf_counter()
-        self._sender.send(order.version, self._gather.write, self._deadline_s)
+        self._sender.send(order.version, self._write, self._deadline_s)
         gather_s = time.perf_counter() - started
         logprobs = self._learner.score(order.probe) if order.probe else []
         self.tell(Sent(order.version, gather_s, logprobs))
+
+    def _write(self, views: Mapping[str, torch.Tensor]) -> Iterator[str]:
+        """Fills what this rank sends; every tensor is progress, for a watchdog that looks on."""
+        assert self._gather is not None
+        for name in self._gather.write(views):
+            self._learner.beat(f"gather {name}")
+            yield name

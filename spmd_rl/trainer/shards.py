@@ -77,8 +77,11 @@ class Shards:
         first = rank // self._inside * self._inside
         return range(first, first + self._inside)
 
-    def parts(self, name: str, ranks: range) -> dict[int, Part]:
-        """By rank: the parts of a tensor that one copy's ranks hold. WeightsError when they don't make the whole."""
+    def parts(self, name: str, ranks: range, only: int | None = None) -> dict[int, Part]:
+        """By rank: the parts of a tensor that one copy's ranks hold, or that of one rank alone.
+
+        WeightsError when all together don't make the whole.
+        """
         number, piece = self._pieces[name]
         box_D2 = np.array(piece.box)
         held_RD2 = self._held_PRD2[number, ranks.start : ranks.stop, : len(box_D2)]
@@ -87,8 +90,9 @@ class Shards:
         numel_R = (end_RD - start_RD).clip(0).prod(-1)
         if numel_R.sum() != (whole := int(np.prod(piece.shape))):
             raise WeightsError(f"the trainer ranks hold {numel_R.sum()} of the {whole} elements of {name!r}")
+        holders = np.flatnonzero(numel_R).tolist()
         parts = {}
-        for i in np.flatnonzero(numel_R).tolist():
+        for i in holders if only is None else {ranks.index(only)}.intersection(holders):
             held = _slices(start_RD[i], end_RD[i], held_RD2[i, :, 0])
             place = _slices(start_RD[i], end_RD[i], box_D2[:, 0])[piece.one_of_stack :]
             parts[ranks[i]] = Part(name, number, held, place, int(numel_R[i]))
