@@ -23,16 +23,18 @@ import torch
 
 from spmd_rl.colocated.budget import check_room
 from spmd_rl.colocated.ledger import Ledger
+from spmd_rl.colocated.routes import RouteExchange
 from spmd_rl.inference.build import build_engine
 from spmd_rl.inference.engine import Engine
 from spmd_rl.inference.role import Knocked, ReplicaRank
 from spmd_rl.models.hf_config import resolve
 from spmd_rl.models.hf_folder import tensor_shapes
 from spmd_rl.trainer.learner import Learner
-from spmd_rl.trainer.role import TrainerRank, build_learner, silent
+from spmd_rl.trainer.role import Replay, TrainerRank, build_learner, routed_sizes, silent
 from spmd_rl.world.clock import Leader
 from spmd_rl.world.messages import Event, Order, Pulled, Ready, Restore, Send, Sent, Stop, Train, Trained, Validate
 from spmd_rl.world.pipe import pipe_from
+from spmd_rl.world.routes import RouteStore
 from spmd_rl.world.wire import decode
 from spmd_rl.world.world import World
 
@@ -57,17 +59,17 @@ def run(world: World) -> None:
         torch.set_num_threads(config.inference.threads)
         group = world.groups[f"replica/{replica}"]
         llm = build_engine(config, folder, group, replica, world.local_rank, world.device)
-        engine = Engine(llm, world.rank)
+        store = RouteStore() if config.trainer.router_replay else None
+        engine = Engine(llm, world.rank, keep=store.put if store and leads else None)
         ledger.note("infer")
         if config.deployment.release_memory:
             engine.sleep()
     ledger.note("asleep")
     learner = build_learner(world)
     tell = clock.tell if clock else silent
-    turns = Turns(
-        world, engine, learner, tell, (lambda: clock.inbox.put(Knocked())) if clock else (lambda: None), ledger
-    )
-    rank = ReplicaRank(world, engine, clock, turns)
+    knock = (lambda: clock.inbox.put(Knocked())) if clock else (lambda: None)
+    turns = Turns(world, engine, learner, tell, knock, ledger, _replay(world, learner, store) if store else None)
+    rank = ReplicaRank(world, engine, clock, turns, store)
     tell(Ready(world.rank, {"build_s": time.perf_counter() - started}))
     turns.start()
     torch.set_num_threads(config.inference.threads)
@@ -76,6 +78,12 @@ def run(world: World) -> None:
         clock.join(config.deadlines.step_s)
     else:
         rank.follow()
+
+
+def _replay(world: World, learner: Learner, store: RouteStore) -> Replay:
+    leaders = [world.mesh.trainers.index(replica[0]) for replica in world.mesh.replicas]
+    exchange = RouteExchange(world.groups["routes"], store, leaders, *routed_sizes(world, learner))
+    return lambda order, rows: exchange.exchange(order.step, rows, order.routes)
 
 
 class Turns:
@@ -94,11 +102,12 @@ class Turns:
         tell: Callable[[Event], None],
         knock: Callable[[], None],
         ledger: Ledger,
+        replay: Replay | None = None,
     ) -> None:
         self.done, self._over = 0, False
         self._world, self._engine, self._learner, self._tell, self._ledger = world, engine, learner, tell, ledger
         self._speaks = world.rank == world.mesh.trainers[0]
-        self._trainer = TrainerRank(world, learner, self._tell_for_all if self._speaks else silent)
+        self._trainer = TrainerRank(world, learner, self._tell_for_all if self._speaks else silent, routes=replay)
         self._names = [name for name, _, _ in learner.shards.table()]
         self._bytes = sum(p.numel() for p in learner.model.parameters()) * learner.dtype.itemsize
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()

@@ -17,11 +17,6 @@ def check_replay(c: Config) -> Iterator[str]:
         )
     if not c.trainer.router_replay:
         return
-    if c.deployment.placement == "colocated":
-        yield (
-            "trainer.router_replay with deployment.placement = colocated: routed experts travel between ranks, and "
-            "there is no way for them inside one; set placement = disaggregated, or leave router_replay off"
-        )
     if c.trainer.model.impl == "hf":
         yield (
             "trainer.router_replay with trainer.model.impl = hf: the choices of transformers' routers can't be forced; "

@@ -46,7 +46,7 @@ from spmd_rl.world.messages import (
     Tick,
 )
 from spmd_rl.world.pipe import Pipe
-from spmd_rl.world.routes import RouteSender
+from spmd_rl.world.routes import RouteSender, RouteStore
 from spmd_rl.world.weights import Receiver
 from spmd_rl.world.wire import decode, encode
 from spmd_rl.world.world import World
@@ -139,7 +139,7 @@ class ReplicaRank:
         engine: Engine,
         clock: Leader | None,
         interludes: Interludes | None = None,
-        routes: RouteSender | None = None,
+        routes: RouteStore | None = None,
     ) -> None:
         self._world, self._engine, self._clock, self._interludes = world, engine, clock, interludes
         self._routes = routes
@@ -293,7 +293,7 @@ class ReplicaRank:
                 case Pull():
                     self._probe = decision.probe
                     self._receiver.begin(decision.version)
-                case SendRoutes() if self._routes is not None:
+                case SendRoutes() if isinstance(self._routes, RouteSender):
                     self._routes.send(decision)
                 case ForgetRoutes() if self._routes is not None:
                     self._routes.forget(decision.requests)

@@ -45,11 +45,9 @@ class Routes:
 
     def send(self, step: int, packed: Sequence[Packed]) -> dict[str, float]:
         """Tell the leaders what the trainer ranks get for their rows of this step; how much is replayed."""
-        trainers = range(self._link.trainers)
-        rows = [[row for part in packed for row in part.rows[rank // self._link.cp]] for rank in trainers]
         for replica in range(self._link.replicas):
-            pieces = [np.ascontiguousarray(pieces_of(of_rank, replica)[:, 1:4]) for of_rank in rows]
-            if any(map(len, pieces)):
+            pieces = routes_of_batch(self._link, packed, replica)
+            if not self._link.colocated and any(map(len, pieces)):  # else the order to train says it
                 self._link.decide(replica, SendRoutes(step, pieces))
         whole = [row for part in packed for of_rank in part.rows for row in of_rank]
         routed = sum(int((row.routes[:, 3] - row.routes[:, 2]).sum()) for row in whole if row.routes is not None)
@@ -67,6 +65,12 @@ class Routes:
                 gone[replica].append(request)
         for replica, requests in gone.items():
             self._link.decide(replica, ForgetRoutes(requests))
+
+
+def routes_of_batch(link: Link, packed: Sequence[Packed], replica: int) -> list[np.ndarray]:
+    """By trainer rank, int64[n, 3]: what a replica has to give for the rank's rows, as `SendRoutes` has it."""
+    rows = [[row for part in packed for row in part.rows[rank // link.cp]] for rank in range(link.trainers)]
+    return [np.ascontiguousarray(pieces_of(of_rank, replica)[:, 1:4]) for of_rank in rows]
 
 
 def routes_of(sample: Sample, calls: Sequence[Call]) -> np.ndarray | None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from spmd_rl.orchestrator.link import Link
+from spmd_rl.orchestrator.routes import routes_of_batch
 from spmd_rl.rollouts.packing import Packed
 from spmd_rl.rollouts.types import Row
 from spmd_rl.world.messages import Export, Exported, FreshOptimizer, Restore, Save, Saved, Train, Trained
@@ -42,8 +43,14 @@ class Trainers:
         ranks = range(self._link.trainers)
         shares = range(self._link.data_ranks)
         rows = [[[columns(row) for row in minibatch.rows[share]] for minibatch in packed] for share in shares]
-        self._link.order([Train(step, phase, rows[rank // self._link.cp], lr) for rank in ranks])
+        given = self._given(packed) if self._link.colocated else {}
+        self._link.order([Train(step, phase, rows[rank // self._link.cp], lr, given.get(rank, [])) for rank in ranks])
         return future
+
+    def _given(self, packed: list[Packed]) -> dict[int, list[np.ndarray]]:
+        """By the ranks that lead replicas and train too: which kept routed experts they give."""
+        each = self._link.trainers // self._link.replicas
+        return {i * each: routes_of_batch(self._link, packed, i) for i in range(self._link.replicas)}
 
     def begin_rl(self) -> None:
         """The weights as they are now are version 0: a fresh optimizer."""

@@ -54,6 +54,8 @@ from spmd_rl.world.weights import Sender
 from spmd_rl.world.wire import decode
 from spmd_rl.world.world import World
 
+Replay = Callable[[Train, list[Row]], list[Row]]  # a batch's rows with the experts that engines took for them
+
 
 def run(world: World) -> None:
     """Build the learner and follow rank 0's orders until it says stop."""
@@ -66,7 +68,7 @@ def run(world: World) -> None:
     learner = build_learner(world)
     with watchdog.stage("plan the weights", deadlines.start_s):
         sender = _sender(world, learner, index)
-    routes = _routes(world, learner) if config.trainer.router_replay else None
+    routes = _receive_routes(world, learner) if config.trainer.router_replay else None
     trainer = TrainerRank(world, learner, clock.tell if clock else silent, sender, routes)
     trainer.tell(Ready(world.rank, {"build_s": time.perf_counter() - started}))
     trainer.follow(received_orders(world))
@@ -111,18 +113,23 @@ def _sender(world: World, learner: Learner, index: int) -> Sender:
     return Sender(plan, index, groups[f"weights/{index}"], world.device, watchdog.fail, watchdog.span, experts)
 
 
-def _routes(world: World, learner: Learner) -> RouteReceiver:
-    """ValueError where the model has no experts that could be replayed."""
-    config, mesh = getattr(learner.model, "config", None), world.mesh
+def _receive_routes(world: World, learner: Learner) -> Replay:
+    mesh = world.mesh
+    leaders = range(len(mesh.trainers), len(mesh.trainers) + len(mesh.replicas))
+    receiver = RouteReceiver(world.groups["routes"], leaders, *routed_sizes(world, learner))
+    return lambda order, rows: receiver.fill(order.step, rows)
+
+
+def routed_sizes(world: World, learner: Learner) -> tuple[int, int, int]:
+    """Layers, experts per token, experts. ValueError where the model has no experts that could be replayed."""
+    config = getattr(learner.model, "config", None)
     if not getattr(learner.model, "moe_layers", None):
         raise ValueError(
             f"trainer.router_replay forces a router's choices, and {type(learner.model).__name__} of "
             f"{world.config.model.name!r} has no router of ours: leave it off, or use trainer.model.impl = custom with "
             "a mixture of experts"
         )
-    leaders = range(len(mesh.trainers), len(mesh.trainers) + len(mesh.replicas))
-    sizes = (config.num_hidden_layers, config.num_experts_per_tok, config.num_experts)
-    return RouteReceiver(world.groups["routes"], leaders, *sizes)
+    return config.num_hidden_layers, config.num_experts_per_tok, config.num_experts
 
 
 def silent(event: Event) -> None:
@@ -165,7 +172,7 @@ class TrainerRank:
     Args:
         tell: where events go.
         sender: to the engines; None where there are none.
-        routes: from the engines; None where none are replayed.
+        routes: gives rows the routed experts of the engines; None where none are replayed.
     """
 
     def __init__(
@@ -174,7 +181,7 @@ class TrainerRank:
         learner: Learner,
         tell: Callable[[Event], None],
         sender: Sender | None = None,
-        routes: RouteReceiver | None = None,
+        routes: Replay | None = None,
     ) -> None:
         self.tell, self._routes = tell, routes
         self._gather = Gather(learner.shards, sender.plan) if sender else None
@@ -233,9 +240,9 @@ class TrainerRank:
     def _rows(self, order: Train) -> list[list[Row]]:
         """By minibatch; with the routed experts that engines send for them."""
         rows = [Row(**columns) for of_minibatch in order.rows for columns in of_minibatch]
-        if self._routes is not None:
+        if self._routes is not None and order.phase == "rl":
             with self._world.watchdog.span("wait for routes"):
-                rows = self._routes.fill(order.step, rows)
+                rows = self._routes(order, rows)
         ends = np.cumsum([len(of_minibatch) for of_minibatch in order.rows])
         return [rows[end - len(part) : end] for end, part in zip(ends.tolist(), order.rows, strict=True)]
 

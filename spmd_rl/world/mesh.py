@@ -229,8 +229,9 @@ class Mesh:
             specs.append(GroupSpec(f"weights/{i}", (rank, *self.inference), "device"))
             takers = zip(*self.replicas, strict=True) if self.divided else ()
             specs += [GroupSpec(f"experts/{i}/{k}", (rank, *ranks), "device") for k, ranks in enumerate(takers)]
-        if senders:
-            specs.append(GroupSpec("routes", (*self.trainers, *(replica[0] for replica in self.replicas)), "host"))
+        if self.trainers:
+            leaders = (replica[0] for replica in self.replicas)
+            specs.append(GroupSpec("routes", tuple(dict.fromkeys((*self.trainers, *leaders))), "host"))
         for i, replica in enumerate(self.engines):
             specs += [GroupSpec(f"replica/{i}", replica, "device"), GroupSpec(f"replica_cmd/{i}", replica, "host")]
         return (*specs, *own) if self.trainers else tuple(specs)

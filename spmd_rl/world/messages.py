@@ -204,6 +204,7 @@ class Train(Message, frozen=True):
     phase: str  # "warmup" | "rl"
     rows: list[list[dict[str, np.ndarray]]]  # [minibatch][row], fields of rollouts.types.Row
     lr: float = -1.0  # learning rate; below 0: as the config's schedule has it
+    routes: list[np.ndarray] = []  # what a leader that trains too gives each trainer rank, as in `SendRoutes`
 
 
 class FreshOptimizer(Message, frozen=True):

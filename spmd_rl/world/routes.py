@@ -41,27 +41,11 @@ class _Block:
     experts: np.ndarray  # uint8 or uint16
 
 
-class RouteSender:
-    """A leader's end. `put` and `forget` are called by the engine's thread; sending has a thread of its own.
+class RouteStore:
+    """What a leader keeps, by request. All of it is called by the engine's thread."""
 
-    Args:
-        group: the trainer ranks and all leaders.
-        trainers: the trainer ranks' places in it.
-        fail: called on the sending thread with the error that ended it.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        trainers: Sequence[int],
-        fail: Callable[[BaseException], None],
-        span: Callable[[str], AbstractContextManager[None]],
-    ) -> None:
-        self._group, self._trainers, self._fail, self._span = group, list(trainers), fail, span
+    def __init__(self) -> None:
         self._blocks: dict[int, _Block] = {}
-        self._queue: queue.SimpleQueue[tuple[int, list[np.ndarray]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="routes", daemon=True)
-        self._thread.start()
 
     @property
     def kept(self) -> int:
@@ -77,17 +61,11 @@ class RouteSender:
         for request in requests:
             self._blocks.pop(request, None)
 
-    def send(self, order: SendRoutes) -> None:
-        """Begin to send what each trainer rank gets. RoutesError for a request that is not here."""
-        self._queue.put((order.step, [self._cut(pieces) for pieces in order.pieces]))
+    def cut(self, pieces: np.ndarray) -> np.ndarray:
+        """The pieces [n, (request, first position, one past the last)] of a trainer rank, end to end.
 
-    def close(self, deadline_s: float) -> None:
-        """End the thread, when all is sent."""
-        self._queue.put(None)
-        self._thread.join(deadline_s)
-
-    def _cut(self, pieces: np.ndarray) -> np.ndarray:
-        """The pieces [n, (request, first position, one past the last)] of a trainer rank, end to end."""
+        RoutesError for a request or positions that are not here.
+        """
         parts = []
         for request, first, stop in pieces.tolist():
             block = self._blocks.get(request)
@@ -101,6 +79,41 @@ class RouteSender:
                 )
             parts.append(part)
         return np.ascontiguousarray(np.concatenate(parts)) if parts else np.zeros(0, np.uint8)
+
+    def close(self, deadline_s: float) -> None:
+        """Nothing is under way."""
+
+
+class RouteSender(RouteStore):
+    """A leader's end, where others train; sending has a thread of its own.
+
+    Args:
+        group: the trainer ranks and all leaders.
+        trainers: the trainer ranks' places in it.
+        fail: called on the sending thread with the error that ended it.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        trainers: Sequence[int],
+        fail: Callable[[BaseException], None],
+        span: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__()
+        self._group, self._trainers, self._fail, self._span = group, list(trainers), fail, span
+        self._queue: queue.SimpleQueue[tuple[int, list[np.ndarray]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="routes", daemon=True)
+        self._thread.start()
+
+    def send(self, order: SendRoutes) -> None:
+        """Begin to send what each trainer rank gets. RoutesError for a request that is not here."""
+        self._queue.put((order.step, [self.cut(pieces) for pieces in order.pieces]))
+
+    def close(self, deadline_s: float) -> None:
+        """End the thread, when all is sent."""
+        self._queue.put(None)
+        self._thread.join(deadline_s)
 
     def _run(self) -> None:
         try:
@@ -116,9 +129,7 @@ class RouteSender:
         for place, share in zip(self._trainers, shares, strict=True):
             if not share.size:
                 continue
-            body = torch.from_numpy(share.reshape(-1).view(np.uint8))
-            head = torch.tensor([step, body.numel(), share.itemsize, digest(body)], dtype=torch.int64)
-            for tensor in (head, body):
+            for tensor in message(step, share):
                 alive.append(tensor)
                 works.append(dist.isend(tensor, group=self._group, group_dst=place))
         for work in works:
@@ -149,17 +160,14 @@ class RouteReceiver:
         place, name = self._leaders[replica], f"replica {replica}"
         pieces = pieces_of(rows, replica)
         positions = int((pieces[:, 3] - pieces[:, 2]).sum())
-        head = torch.zeros(HEAD, dtype=torch.int64)
-        dist.recv(head, group=self._group, group_src=place)
-        of_step, size, itemsize, expected = head.tolist()
+        of_step, size, itemsize, expected = self._head(place)
         right = positions * self._layers * self._top_k
         if of_step != step or itemsize not in (1, 2) or size != right * itemsize:
             raise RoutesError(
                 f"{name} sends {size} bytes of routed experts for step {of_step}; step {step} needs {positions} "
                 f"positions × {self._layers} layers × {self._top_k} experts of one or two bytes"
             )
-        body = torch.empty(size, dtype=torch.uint8)
-        dist.recv(body, group=self._group, group_src=place)
+        body = self._body(place, size)
         self.bytes += size
         if digest(body) != expected:
             raise RoutesError(f"the routed experts of step {step} from {name} arrived damaged: their checksum differs")
@@ -167,6 +175,16 @@ class RouteReceiver:
         if experts.max(initial=0) >= self._experts:
             raise RoutesError(f"{name} took expert {experts.max()}, and the model has {self._experts}")
         return experts.reshape(-1, self._layers, self._top_k)
+
+    def _head(self, place: int) -> list[int]:
+        head = torch.zeros(HEAD, dtype=torch.int64)
+        dist.recv(head, group=self._group, group_src=place)
+        return head.tolist()
+
+    def _body(self, place: int, size: int) -> torch.Tensor:
+        body = torch.empty(size, dtype=torch.uint8)
+        dist.recv(body, group=self._group, group_src=place)
+        return body
 
     def _assemble(self, row: Row, blocks: dict[int, np.ndarray]) -> np.ndarray | None:
         """int16[L, layers, top_k] of a row; takes its pieces off the fronts of `blocks`."""
@@ -178,6 +196,12 @@ class RouteReceiver:
             found[place : place + count] = blocks[replica][:count]
             blocks[replica] = blocks[replica][count:]
         return found
+
+
+def message(step: int, share: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Head and body of what goes to one trainer rank."""
+    body = torch.from_numpy(share.reshape(-1).view(np.uint8))
+    return torch.tensor([step, body.numel(), share.itemsize, digest(body)], dtype=torch.int64), body
 
 
 def digest(body: torch.Tensor) -> int:

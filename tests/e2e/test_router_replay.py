@@ -31,11 +31,16 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_tiny(folder, seed=0, vocab_size=VOCAB_SIZE, architecture="qwen3_moe", **sizes, **special)
 
 
-def test_experts_of_two_engines_are_replayed_by_ranks_that_share_rows_and_experts(mixture, tmp_path):
+APART = ["--deployment.train-ranks", "2", "--deployment.infer-ranks", "2"]
+TOGETHER = ["--deployment.placement", "colocated", "--deployment.train-ranks", "0", "--deployment.infer-ranks", "0"]
+
+
+@pytest.mark.parametrize(("placement", "ranks"), [(APART, 5), (TOGETHER, 3)], ids=["apart", "together"])
+def test_experts_of_two_engines_are_replayed_by_ranks_that_share_rows_and_experts(mixture, tmp_path, placement, ranks):
     """In float32 and without lag a trainer would have chosen the same, so a wrong position would show at once."""
-    layout = ["--deployment.train-ranks", "2", "--deployment.infer-ranks", "2", "--trainer.parallel.cp", "2"]
-    layout += ["--trainer.parallel.cp-style", "ring", "--trainer.parallel.ep", "2", "--trainer.router-replay"]
-    done = run(tmp_path / "run", [*RUN, *layout, "--model.name", mixture], nproc=5)
+    layout = [*placement, "--trainer.parallel.cp", "2", "--trainer.parallel.cp-style", "ring"]
+    layout += ["--trainer.parallel.ep", "2", "--trainer.router-replay"]
+    done = run(tmp_path / "run", [*RUN, *layout, "--model.name", mixture], nproc=ranks)
     assert done.returncode == 0, done.output[-4000:]
     for record in done.phase("rl"):
         assert record["moe/replay_agreement"] > 0.999

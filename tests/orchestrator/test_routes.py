@@ -29,7 +29,7 @@ class Heard:
     """What a link would carry."""
 
     def __init__(self, replicas: int, trainers: int) -> None:
-        self.replicas, self.trainers, self.cp = replicas, trainers, 1
+        self.replicas, self.trainers, self.cp, self.colocated = replicas, trainers, 1, False
         self.decided: list[tuple[int, object]] = []
 
     def decide(self, replica: int, decision: object) -> None:
@@ -45,7 +45,7 @@ class Direct(RouteReceiver):
 
     def _receive(self, step: int, replica: int, rows: object) -> np.ndarray:
         (order,) = (d for to, d in self.heard.decided if to == replica and isinstance(d, SendRoutes))
-        return self.leaders[replica]._cut(order.pieces[self.rank])
+        return self.leaders[replica].cut(order.pieces[self.rank])
 
 
 def leaders(count: int) -> list[RouteSender]:
@@ -140,13 +140,13 @@ def test_what_a_leader_does_not_have_is_an_error_that_names_the_request() -> Non
     (leader,) = leaders(1)
     leader.put(4, 10, routed(np.random.default_rng(0), 5))
     pieces = np.asarray([[4, 11, 15]])
-    assert len(leader._cut(pieces)) == 4
+    assert len(leader.cut(pieces)) == 4
     for wrong, why in (([4, 9, 12], "9 to 12"), ([4, 12, 16], "positions 10 to 15"), ([5, 0, 1], "request 5")):
         with pytest.raises(RoutesError, match=why):
             leader.send(SendRoutes(1, [np.asarray([wrong])]))
     leader.forget([4, 99])
     with pytest.raises(RoutesError, match="request 4 are not kept"):
-        leader._cut(pieces)
+        leader.cut(pieces)
 
 
 class Answers(NoLog):
