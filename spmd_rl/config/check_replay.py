@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from spmd_rl.config.tree import Config
 
+NOT_OURS = {"hf": "transformers'", "titan": "torchtitan's"}  # trainer.model.impl: whose models these are
+
 
 def check_replay(c: Config) -> Iterator[str]:
     """Problems, each with its way out."""
@@ -22,10 +24,11 @@ def check_replay(c: Config) -> Iterator[str]:
             "trainer.router_replay with deployment.placement = colocated: routed experts travel between ranks, and "
             "there is no way for them inside one; set placement = disaggregated, or leave router_replay off"
         )
-    if c.trainer.model.impl == "hf":
+    impl = c.trainer.model.impl
+    if impl in NOT_OURS:
         yield (
-            "trainer.router_replay with trainer.model.impl = hf: the choices of transformers' routers can't be forced; "
-            "set impl = custom or auto"
+            f"trainer.router_replay with trainer.model.impl = {impl}: the choices of {NOT_OURS[impl]} routers can't be "
+            "forced; set impl = custom or auto"
         )
     if c.clock.mode == "lockstep" and c.ckpt.interval:
         yield (

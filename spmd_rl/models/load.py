@@ -24,20 +24,23 @@ from spmd_rl.models.hf_folder import stored_tensors
 class _Place:
     """Where a checkpoint tensor belongs."""
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     piece: Piece
 
 
 @torch.no_grad()
-def load(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
+def load(model: nn.Module, wires: Sequence[Wire], folder: str, ignored: tuple[str, ...] = ()) -> None:
     """Fill the parameters, plain or sharded. Stacked ones may be stored in parts or as they are.
 
+    `ignored`: beginnings of names that the folder may hold and the model has no use for.
     Raises ValueError naming missing, unexpected, doubled or wrongly shaped tensors, or a damaged file.
     """
     places = _places(model, wires)
     written: dict[int, dict[Box, str]] = {id(wire.parameter): {} for wire in wires}
     for name, stored in stored_tensors(folder):
         place = places.get(name)
+        if place is None and name.startswith(ignored):
+            continue
         if place is None:
             raise ValueError(f"model folder {folder!r}: unexpected tensor {name!r}, {_kind(model)} has none")
         shape = tuple(stored.get_shape())
@@ -91,7 +94,7 @@ def read_box(stored: Any, piece: Piece, local: torch.Tensor, held: Box) -> tuple
     return target, value.view(target.shape)
 
 
-def _local(parameter: nn.Parameter) -> tuple[torch.Tensor, Box]:
+def _local(parameter: torch.Tensor) -> tuple[torch.Tensor, Box]:
     """What this process holds of a parameter, and where that lies in the whole."""
     if not isinstance(parameter, DTensor):
         return parameter, _whole(parameter)
@@ -112,7 +115,7 @@ def _is_written(written: dict[int, dict[Box, str]], wire: Wire, piece: Piece) ->
     return piece.box in boxes or _whole(wire.parameter) in boxes
 
 
-def _whole(parameter: nn.Parameter) -> Box:
+def _whole(parameter: torch.Tensor) -> Box:
     return tuple((0, length) for length in parameter.shape)
 
 

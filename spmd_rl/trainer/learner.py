@@ -90,7 +90,7 @@ class Learner:
         self.folder = models.resolve(config.model.name)
         self.model = self._load(self.folder)
         self._wires = models.wires(self.model)
-        self._named = [(wire.name, wire.parameter) for wire in self._wires]
+        self._named = [(wire.name, wire.parameter) for wire in self._wires if wire.trained]
         self._experts = ExpertLoad(self.model, config.trainer.moe, group, self._context.size if self._context else 1)
         self._experts.reset(device)
         self._reference = self._build_reference()
@@ -228,14 +228,19 @@ class Learner:
         """
         for wire in self._wires:
             self.beat(f"gather {wire.name}")
-            shard = wire.parameter.detach().to(self.dtype)  # cast before gathering: half the bytes
+            shard = wire.parameter.detach().to(wire.dtype(self.dtype))  # cast before gathering: half the bytes
             whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
             for piece in wire.pieces:
                 yield piece.name, piece.of(whole)
 
     def parameter_table(self) -> list[tuple[str, tuple[int, ...], str]]:
         """(Hugging Face name, whole shape, wire dtype such as "bfloat16") per tensor. No communication."""
-        return [(piece.name, piece.shape, self.dtype_name) for wire in self._wires for piece in wire.pieces]
+        dtypes = [str(wire.dtype(self.dtype)).removeprefix("torch.") for wire in self._wires]
+        return [
+            (piece.name, piece.shape, dtype)
+            for wire, dtype in zip(self._wires, dtypes, strict=True)
+            for piece in wire.pieces
+        ]
 
     def export(self, folder: str | Path) -> None:
         """Writes the weights as a Hugging Face folder, in wire dtype. Collective; only trainer rank 0 writes.
@@ -243,9 +248,10 @@ class Learner:
         The other ranks may return before the folder is complete. Memory on rank 0 is what `models.export` buffers.
         """
         tensors = self.full_tensors()
+        kept = [piece.name for wire in self._wires if not wire.trained for piece in wire.pieces]
         try:
             if self.group is None or dist.get_rank(self.group) == 0:
-                models.export(tensors, self.folder, str(folder), self.dtype)
+                models.export(tensors, self.folder, str(folder), self.dtype, kept=kept)
         finally:
             for _ in tensors:  # the ranks that only help to gather; and after a failed write, so that nobody hangs
                 pass
@@ -297,7 +303,9 @@ class Learner:
             about, ours = read_config(folder), models.is_ours(folder, settings.impl)
             if problem := context_problem(self._context.size, self._context.style, about, ours):
                 raise ValueError(f"model folder {folder!r}: {problem}")
-        model = models.begin(folder, settings.impl, settings.attn, settings.lm_head_chunk, self.device, torch.float32)
+        model = models.begin(
+            folder, models.ModelOptions(settings.impl, settings.attn, settings.lm_head_chunk, self.device)
+        )
         if self._context is not None:
             model.context = self._context
         return model
