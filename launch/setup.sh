@@ -16,6 +16,7 @@ log=$venv/install.log
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 TORCH_VERSION=2.13.0 # what vLLM 0.30.0 is built against; see pyproject.toml
+TITAN_VERSION=0.3.0  # the extra titan of pyproject.toml
 CPU_FREE_GB=4        # measured: the finished environment takes 3.8 GB on the CPU
 GPU_FREE_GB=20
 
@@ -164,5 +165,11 @@ if [ "$accelerator" = cpu ]; then
     # then fails with "operator torchvision::nms does not exist". Nothing here uses them.
     phase "removing torchvision, torchaudio, torchcodec" "Remove .venv and run it again." \
         "$venv/bin/python" -m pip uninstall -y torchvision torchaudio torchcodec
+fi
+if [ "${1:-}" = dev ]; then
+    # Without what torchtitan asks for: its models import none of the libraries that its trainer reads data with, and
+    # these (datasets below 4.8) would hold huggingface_hub below 2.
+    phase "installing torchtitan $TITAN_VERSION" "Read the lines above; after a network error just run it again." \
+        pip_install --no-deps "torchtitan==$TITAN_VERSION"
 fi
 for extra in "${extras[@]}"; do stamp >"$venv/stamp-$extra"; done

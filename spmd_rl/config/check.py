@@ -12,7 +12,7 @@ from functools import reduce
 from typing import Any
 
 from spmd_rl.config.check_engine import engine_problems
-from spmd_rl.config.check_replay import check_replay
+from spmd_rl.config.check_replay import NOT_OURS, check_replay
 from spmd_rl.config.check_sources import check_evaluation, check_sampling, check_sources
 from spmd_rl.config.errors import ConfigError
 from spmd_rl.config.slurm import check_slurm
@@ -295,16 +295,16 @@ def _precision(c: Config) -> Iterator[str]:
 
 
 def _parallel(c: Config) -> Iterator[str]:
-    parallel = c.trainer.parallel
-    if parallel.cp > 1 and c.trainer.model.impl == "hf":
+    parallel, impl = c.trainer.parallel, c.trainer.model.impl
+    if parallel.cp > 1 and impl in NOT_OURS:
         yield (
-            f"trainer.parallel.cp = {parallel.cp} with trainer.model.impl = hf: transformers' models can't cut a row; "
-            "set impl = custom, or cp = 1"
+            f"trainer.parallel.cp = {parallel.cp} with trainer.model.impl = {impl}: {NOT_OURS[impl]} models can't "
+            "cut a row; set impl = custom, or cp = 1"
         )
-    if parallel.ep > 1 and c.trainer.model.impl == "hf":
+    if parallel.ep > 1 and impl in NOT_OURS:
         yield (
-            f"trainer.parallel.ep = {parallel.ep} with trainer.model.impl = hf: the experts of transformers' models "
-            "can't be divided; set impl = custom, or ep = 1"
+            f"trainer.parallel.ep = {parallel.ep} with trainer.model.impl = {impl}: the experts of {NOT_OURS[impl]} "
+            "models can't be divided; set impl = custom, or ep = 1"
         )
     if parallel.ep_comm_backend == "deepep" and (c.trainer.model.dtype, c.deployment.device) not in DEEPEP_RUNS:
         yield (

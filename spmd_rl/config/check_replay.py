@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from spmd_rl.config.tree import Config
 
+NOT_OURS = {"hf": "transformers'", "titan": "torchtitan's"}  # trainer.model.impl: whose models these are
+
 
 def check_replay(c: Config) -> Iterator[str]:
     """Problems, each with its way out."""
@@ -17,8 +19,9 @@ def check_replay(c: Config) -> Iterator[str]:
         )
     if not c.trainer.router_replay:
         return
-    if c.trainer.model.impl == "hf":
+    impl = c.trainer.model.impl
+    if impl in NOT_OURS:
         yield (
-            "trainer.router_replay with trainer.model.impl = hf: the choices of transformers' routers can't be forced; "
-            "set impl = custom or auto"
+            f"trainer.router_replay with trainer.model.impl = {impl}: the choices of {NOT_OURS[impl]} routers can't be "
+            "forced; set impl = custom or auto"
         )

@@ -27,7 +27,8 @@ class ModelConfig:
 class TrainerModelConfig:
     """How the trainer holds and computes the model."""
 
-    impl: Literal["auto", "custom", "hf"] = "auto"  # custom: spmd_rl.models; hf: any AutoModelForCausalLM
+    # custom: spmd_rl.models; hf: any AutoModelForCausalLM; titan: torchtitan's families; auto: custom, else hf
+    impl: Literal["auto", "custom", "hf", "titan"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"  # compute and wire; bfloat16 keeps float32 master weights
     attn: Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flash_attention_4"] = "auto"
     lm_head_chunk: int = 1024  # tokens per chunk of the LM head; no [tokens, vocab] tensor is ever larger

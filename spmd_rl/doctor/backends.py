@@ -180,8 +180,8 @@ BACK_ENDS = (
     ),
     BackEnd(
         "torchtitan",
-        "comparisons and further model families",
-        "pip install torchtitan==0.3.0 --no-deps (it needs Triton)",
+        "further model families (trainer.model.impl = titan), comparisons",
+        "pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 (it needs Triton)",
         imported("torchtitan"),
         version_of("torchtitan"),
     ),

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from spmd_rl.config.tree import Config
 from spmd_rl.inference import local_experts, noise
+from spmd_rl.models.hf_config import read_config
 from spmd_rl.world.groups import as_default
 
 
@@ -70,6 +71,9 @@ def engine_arguments(config: Config, folder: str, device: torch.device) -> dict[
         "enable_sleep_mode": device.type == "cuda" and sleeps(config),
         "block_size": 32 if device.type == "cpu" else None,  # the CPU's default of 128 would cache no short prefix
     }
+    if device.type == "cpu" and "kv_lora_rank" in read_config(folder):
+        # vLLM's rotary kernel for the CPU takes the slices of latent attention for whole tensors, and turns others.
+        defaults["compilation_config"] = {"custom_ops": ["none"]}
     owned = {
         "model": folder,
         "dtype": config.trainer.model.dtype,

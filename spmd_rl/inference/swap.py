@@ -52,7 +52,8 @@ def swap_weights(model_runner: Any, tensors: Iterable[tuple[str, torch.Tensor]])
         finally:
             finalize_layerwise_reload(model, model_runner.model_config)
         for layer in aliases.values():
-            layer.quant_method.process_weights_after_loading(layer)
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
     if problem:
         raise WeightsError(problem)
 
@@ -65,7 +66,8 @@ def _forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Layers that only show the memory of an earlier one: a tied LM head, which no tensor is written to."""
+    """Layers that only show the memory of an earlier one, and that no tensor is written to: a tied LM head, and latent
+    attention, which vLLM itself renews from its projection."""
     owners: dict[int, str] = {}
     return {
         name: layer

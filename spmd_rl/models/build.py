@@ -1,6 +1,7 @@
 """From a model folder to a module with weights, and from a module back to named tensors.
 
-Chooses between our own definitions and transformers' (`impl`). What it refuses to know: sharding, ranks, optimizers.
+Chooses between our own definitions, transformers' and torchtitan's (`impl`). What it refuses to know: sharding, ranks,
+optimizers.
 Invariant: the names of `wires` are the wire format of weight sync, of exports and of the folders that were read.
 """
 
@@ -8,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from spmd_rl.models import conversion, load
+from spmd_rl.models import load
 from spmd_rl.models.attention import resolve_backend
 from spmd_rl.models.conversion import Wire
 from spmd_rl.models.decoder import Decoder, Family
@@ -24,8 +26,10 @@ from spmd_rl.models.llama import LLAMA
 from spmd_rl.models.qwen2_moe import QWEN2_MOE
 from spmd_rl.models.qwen3 import QWEN3
 from spmd_rl.models.qwen3_moe import QWEN3_MOE
+from spmd_rl.models.titan_model import TitanModel, titan_family
 
 __all__ = [
+    "ModelOptions",
     "begin",
     "build",
     "build_and_load",
@@ -43,68 +47,55 @@ __all__ = [
 CUSTOM: dict[str, Family] = {family.model_type: family for family in (QWEN3, LLAMA, QWEN3_MOE, QWEN2_MOE)}
 
 
-def build(
-    folder: str,
-    impl: str = "auto",
-    attn: str = "auto",
-    lm_head_chunk: int = 1024,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> nn.Module:
-    """The folder's model with parameters on `device` in `dtype`; their values are not loaded.
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a folder's model is computed, and where."""
 
-    `impl`: "custom" (our definitions), "hf" (transformers), "auto" (custom where there is one). Raises
-    FileNotFoundError or ValueError, naming the folder and the way out.
+    # "custom" (our definitions), "hf" (transformers), "titan" (torchtitan), "auto" (custom where there is one, else hf)
+    impl: str = "auto"
+    attn: str = "auto"  # of `resolve_backend`
+    lm_head_chunk: int = 1024  # tokens
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32  # of parameters
+
+
+DEFAULT = ModelOptions()
+
+
+def build(folder: str, options: ModelOptions = DEFAULT) -> nn.Module:
+    """The folder's model with parameters on its device; their values are not loaded.
+
+    Raises FileNotFoundError or ValueError, naming the folder and the way out.
     """
-    model_type = read_config(folder)["model_type"]
-    config = _hf_config(folder)
-    reason = _no_custom(model_type, config)
-    if impl == "custom" and reason:
-        raise ValueError(f"model folder {folder!r}: trainer.model.impl = custom has no {reason}; use impl = hf")
-    if impl not in ("auto", "custom", "hf"):
-        raise ValueError(f"unknown trainer.model.impl {impl!r}; choose auto, custom or hf")
-    if impl == "hf" or reason:
-        return _build_hf(folder, config, attn, lm_head_chunk, device, dtype)
-    return Decoder(CUSTOM[model_type], config, resolve_backend(attn, device), lm_head_chunk, device, dtype)
+    model = _outline(folder, options)
+    if not isinstance(model, HFModel):
+        model.materialize(options.device)
+    return model
 
 
-def build_and_load(
-    folder: str,
-    impl: str = "auto",
-    attn: str = "auto",
-    lm_head_chunk: int = 1024,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> nn.Module:
+def build_and_load(folder: str, options: ModelOptions = DEFAULT) -> nn.Module:
     """`build`, then `load_weights`; a transformers model is also tried on packed documents."""
-    model = build(folder, impl, attn, lm_head_chunk, device, dtype)
+    model = build(folder, options)
     load_weights(model, folder)
     if isinstance(model, HFModel):
         model.check_packing()
     return model
 
 
-def begin(
-    folder: str,
-    impl: str = "auto",
-    attn: str = "auto",
-    lm_head_chunk: int = 1024,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-) -> nn.Module:
-    """A model to shard first and `finish` then: ours takes no memory yet, transformers' is loaded."""
-    if not is_ours(folder, impl):
-        return build_and_load(folder, impl, attn, lm_head_chunk, device, dtype)
-    family = CUSTOM[read_config(folder)["model_type"]]
-    return Decoder(family, _hf_config(folder), resolve_backend(attn, device), lm_head_chunk, "meta", dtype)
+def begin(folder: str, options: ModelOptions = DEFAULT) -> nn.Module:
+    """A model to shard first and `finish` then: transformers' is loaded, others take no memory yet."""
+    model = _outline(folder, options)
+    if isinstance(model, HFModel):
+        load_weights(model, folder)
+        model.check_packing()
+    return model
 
 
 def finish(model: nn.Module, folder: str, device: torch.device | str) -> None:
     """Gives a model of `begin` memory and values for what this process holds of it, sharded or whole."""
-    if isinstance(model, Decoder):
-        load.check(model, wires(model), folder)  # before there is memory for what may not fit
-        model.to_empty(device=device)
-        model.tie()
+    if not isinstance(model, HFModel):
+        load.check(model, wires(model), folder, _ignored(model))  # before there is memory for what may not fit
+        model.materialize(device)
         load.load(model, wires(model), folder)
 
 
@@ -117,15 +108,18 @@ def load_weights(model: nn.Module, folder: str) -> None:
     if isinstance(model, HFModel):
         _load_hf(model, folder)
     else:
-        load.check(model, wires(model), folder)
+        load.check(model, wires(model), folder, _ignored(model))
         load.load(model, wires(model), folder)
 
 
+def _ignored(model: nn.Module) -> tuple[str, ...]:
+    return model.ignored if isinstance(model, TitanModel) else ()
+
+
 def wires(model: nn.Module) -> list[Wire]:
-    """Every parameter once (tied weights under their first name) with the checkpoint tensors that it is made of."""
-    if isinstance(model, Decoder):
-        return list(conversion.wires(model, model.family.conversion))
-    return list(conversion.wires(model, (), HFModel.PREFIX))
+    """Every parameter once (tied weights under their first name), and every buffer that checkpoints hold, with the
+    checkpoint tensors that it is made of."""
+    return list(model.wires())
 
 
 def hf_named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -137,7 +131,7 @@ def hf_named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def is_ours(folder: str, impl: str) -> bool:
     """Whether `build` takes our own definitions of the folder's model. Allocates nothing."""
-    return impl != "hf" and _no_custom(read_config(folder)["model_type"], _hf_config(folder)) is None
+    return impl in ("auto", "custom") and _no_custom(read_config(folder)["model_type"], _hf_config(folder)) is None
 
 
 def expert_count(folder: str, impl: str) -> int:
@@ -168,20 +162,36 @@ def _hf_config(folder: str) -> Any:
         raise ValueError(f"{folder}/config.json is not a config that transformers understands: {error}") from error
 
 
-def _build_hf(
-    folder: str, config: Any, attn: str, lm_head_chunk: int, device: torch.device | str, dtype: torch.dtype
-) -> HFModel:
+def _outline(folder: str, options: ModelOptions) -> Decoder | TitanModel | HFModel:
+    """The folder's model without memory; transformers' has memory, but no values."""
+    model_type, impl = read_config(folder)["model_type"], options.impl
+    config = _hf_config(folder)
+    reason = _no_custom(model_type, config)
+    if impl == "custom" and reason:
+        raise ValueError(f"model folder {folder!r}: trainer.model.impl = custom has no {reason}; use impl = hf")
+    if impl not in ("auto", "custom", "hf", "titan"):
+        raise ValueError(f"unknown trainer.model.impl {impl!r}; choose auto, custom, hf or titan")
+    if impl == "titan":
+        family, backend = titan_family(folder, config), resolve_backend(options.attn, options.device)
+        return TitanModel(family, config, backend, options.lm_head_chunk, options.dtype)
+    if impl == "hf" or reason:
+        return _build_hf(folder, config, options)
+    backend = resolve_backend(options.attn, options.device)
+    return Decoder(CUSTOM[model_type], config, backend, options.lm_head_chunk, "meta", options.dtype)
+
+
+def _build_hf(folder: str, config: Any, options: ModelOptions) -> HFModel:
     from transformers import AutoModelForCausalLM
 
-    if attn == "varlen":
+    if options.attn == "varlen":
         raise ValueError("trainer.model.attn = varlen needs impl = custom; use flash_attention_2 or sdpa")
-    backend = "sdpa" if attn == "auto" else resolve_backend(attn, device)
+    backend = "sdpa" if options.attn == "auto" else resolve_backend(options.attn, options.device)
     try:
-        with torch.device(device):
-            hf = AutoModelForCausalLM.from_config(config, attn_implementation=backend, dtype=dtype)
+        with torch.device(options.device):
+            hf = AutoModelForCausalLM.from_config(config, attn_implementation=backend, dtype=options.dtype)
     except (ValueError, KeyError) as error:
         raise ValueError(f"model folder {folder!r}: transformers cannot build it: {error}; {HELP}") from error
-    return HFModel(hf, lm_head_chunk)
+    return HFModel(hf, options.lm_head_chunk)
 
 
 @contextmanager

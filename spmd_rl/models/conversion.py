@@ -9,7 +9,7 @@ is exact to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,17 +57,33 @@ class Piece:
 
 @dataclass(frozen=True)
 class Wire:
-    """A parameter and the checkpoint tensors that it is made of."""
+    """A parameter, or a buffer that checkpoints hold, and the checkpoint tensors that it is made of."""
 
-    name: str  # the module's own
-    parameter: nn.Parameter
+    name: str  # the module's own, as far as `rename` leaves it
+    parameter: torch.Tensor
     pieces: tuple[Piece, ...]
 
+    @property
+    def trained(self) -> bool:
+        """False for a buffer, which no optimizer changes."""
+        return isinstance(self.parameter, nn.Parameter)
 
-def wires(model: nn.Module, stacked: Sequence[Stacked], prefix: str = "") -> Iterator[Wire]:
-    """Every parameter once (tied weights under their first name), in a fixed order; own names without `prefix`."""
-    for name, parameter in model.named_parameters():
-        name = name.removeprefix(prefix)
+    def dtype(self, computed: torch.dtype) -> torch.dtype:
+        """On the wire and in exports, where the model is computed in `computed`: a buffer keeps its own."""
+        return computed if self.trained else self.parameter.dtype
+
+
+def wires(
+    model: nn.Module, stacked: Sequence[Stacked] = (), rename: Callable[[str], str] = lambda name: name
+) -> Iterator[Wire]:
+    """Every parameter once (tied weights under their first name), then persistent buffers, in a fixed order.
+
+    `rename` makes Hugging Face's name, or the `ours` of an entry of `stacked`, of the module's own one.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    buffers = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if name not in parameters]
+    for name, parameter in (*model.named_parameters(), *buffers):
+        name = rename(name)
         yield Wire(name, parameter, pieces_of(name, tuple(parameter.shape), stacked))
 
 

@@ -8,15 +8,16 @@ float32 logits equal its logits; there are no buffers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from spmd_rl.models import conversion
 from spmd_rl.models.context import ContextParallel, Share
-from spmd_rl.models.conversion import Stacked
+from spmd_rl.models.conversion import Stacked, Wire
 from spmd_rl.models.layers import Attention, FeedForward, RMSNorm, Rotary, linear, rope_frequencies
 from spmd_rl.models.lm_head import token_logprobs
 from spmd_rl.models.moe import MoE, Routing
@@ -56,6 +57,11 @@ class Decoder(nn.Module):
             self.lm_head = linear(config.hidden_size, config.vocab_size, False, dtype)
         self.tie()
 
+    def materialize(self, device: torch.device | str) -> None:
+        """Gives the parameters memory, but no values, sharded or whole."""
+        self.to_empty(device=device)
+        self.tie()
+
     def tie(self) -> None:
         """Makes one parameter of both embeddings, where the config says so."""
         if self.config.tie_word_embeddings:
@@ -65,6 +71,10 @@ class Decoder(nn.Module):
     def blocks(self) -> list[nn.Module]:
         """The modules that are sharded, recomputed or compiled one by one."""
         return list(self.model.layers)
+
+    def wires(self) -> Iterator[Wire]:
+        """Its parameters, and the checkpoint tensors that they are made of."""
+        return conversion.wires(self, self.family.conversion)
 
     @property
     def moe_layers(self) -> list[MoE]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,11 @@ def export(
     target_folder: str,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    kept: Collection[str] = (),
 ) -> None:
     """Write a Hugging Face folder: the tensors cast to `dtype`; the source's config, tokenizer and other small files.
 
+    `kept`: names of tensors that keep their own dtype.
     The folder appears complete, by a rename, or not at all; an older one of the same name is replaced. Tensors are
     consumed one shard at a time, so host memory holds at most one shard.
     """
@@ -90,7 +92,7 @@ def export(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        _write_tensors(named_tensors, scratch, dtype, shard_bytes)
+        _write_tensors(named_tensors, scratch, dtype, shard_bytes, kept)
         _copy_small_files(Path(source_folder), scratch, dtype)
         for path in scratch.iterdir():
             _sync(path)
@@ -105,7 +107,11 @@ def export(
 
 
 def _write_tensors(
-    named_tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, dtype: torch.dtype, shard_bytes: int
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    kept: Collection[str],
 ) -> None:
     shards: list[dict[str, torch.Size]] = []
     pending: dict[str, torch.Tensor] = {}
@@ -117,7 +123,8 @@ def _write_tensors(
         pending.clear()
 
     for name, tensor in named_tensors:
-        value = tensor.detach().to("cpu", dtype, copy=True).contiguous()  # a copy: nothing may alias the live weights
+        to = tensor.dtype if name in kept else dtype
+        value = tensor.detach().to("cpu", to, copy=True).contiguous()  # a copy: nothing may alias the live weights
         if pending and size + value.nbytes > shard_bytes:
             flush()
             size = 0

@@ -11,12 +11,15 @@ that is trained must be the policy that sampled.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from spmd_rl.models import conversion
+from spmd_rl.models.conversion import Wire
 from spmd_rl.models.lm_head import token_logprobs
 from spmd_rl.models.packed import Documents
 
@@ -25,8 +28,6 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}  # of hidden states, rel
 
 class HFModel(nn.Module):
     """A transformers causal language model on packed rows."""
-
-    PREFIX = "hf."  # of parameter names, dropped on the wire
 
     def __init__(self, hf: Any, lm_head_chunk: int = 1024) -> None:
         super().__init__()
@@ -42,6 +43,10 @@ class HFModel(nn.Module):
         super().train(mode)
         self.hf.eval()
         return self
+
+    def wires(self) -> Iterator[Wire]:
+        """Its parameters and buffers, as they are in transformers' state dict."""
+        return conversion.wires(self, rename=lambda name: name.removeprefix("hf."))
 
     @property
     def blocks(self) -> list[nn.Module]:

@@ -24,19 +24,22 @@ from spmd_rl.models.hf_folder import check_dtype, stored_tensors
 class _Place:
     """Where a checkpoint tensor belongs."""
 
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     piece: Piece
 
 
-def check(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
+def check(model: nn.Module, wires: Sequence[Wire], folder: str, ignored: tuple[str, ...] = ()) -> None:
     """Compare the folder with the parameters by names, shapes and dtypes; reads no values, needs no memory for them.
 
+    `ignored`: beginnings of names that the folder may hold and the model has no use for.
     Raises ValueError naming missing, unexpected or wrongly shaped tensors, dtypes that are no weights, a damaged file.
     """
     places = _places(model, wires)
     boxes: dict[int, dict[Box, str]] = {id(wire.parameter): {} for wire in wires}
     for name, stored in stored_tensors(folder):
         place = places.get(name)
+        if place is None and name.startswith(ignored):
+            continue
         if place is None:
             raise ValueError(f"model folder {folder!r}: unexpected tensor {name!r}, {_kind(model)} has none")
         shape = tuple(stored.get_shape())
@@ -61,7 +64,9 @@ def load(model: nn.Module, wires: Sequence[Wire], folder: str) -> None:
     places = _places(model, wires)
     written: dict[int, dict[Box, str]] = {id(wire.parameter): {} for wire in wires}
     for name, stored in stored_tensors(folder):
-        place = places[name]
+        place = places.get(name)
+        if place is None:
+            continue  # the model has no use for it
         boxes = written[id(place.parameter)]
         _read(stored, place, folder, _there_before(boxes, place))
         boxes[place.piece.box] = name
@@ -104,7 +109,7 @@ def read_box(stored: Any, piece: Piece, local: torch.Tensor, held: Box) -> tuple
     return target, value.view(target.shape)
 
 
-def held_box(parameter: nn.Parameter) -> Box:
+def held_box(parameter: torch.Tensor) -> Box:
     """Where what this process holds of a parameter lies in the whole."""
     if not isinstance(parameter, DTensor):
         return _whole(parameter)
@@ -112,7 +117,7 @@ def held_box(parameter: nn.Parameter) -> Box:
     return tuple((o, o + length) for o, length in zip(offset, shape, strict=True))
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
+def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -129,7 +134,7 @@ def _is_there(boxes: dict[int, dict[Box, str]], wire: Wire, piece: Piece) -> boo
     return piece.box in found or _whole(wire.parameter) in found
 
 
-def _whole(parameter: nn.Parameter) -> Box:
+def _whole(parameter: torch.Tensor) -> Box:
     return tuple((0, length) for length in parameter.shape)
 
 

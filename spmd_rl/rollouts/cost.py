@@ -27,8 +27,10 @@ class TrainingCost:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> TrainingCost:
-        """Of a decoder with gated feed-forward layers."""
+        """Of a decoder with gated feed-forward layers. KeyError where config.json says its shape in other words."""
         config = config.get("text_config", config)
+        if "kv_lora_rank" in config:
+            raise KeyError("kv_lora_rank")  # latent attention: the usual words mean something else there
         width, layers = int(config["hidden_size"]), int(config["num_hidden_layers"])
         heads = int(config["num_attention_heads"])
         kv_heads = int(config.get("num_key_value_heads") or heads)

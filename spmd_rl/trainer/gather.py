@@ -86,7 +86,8 @@ class Gather:
         for bucket in buckets:
             sender, holders = bucket.sender, self._shards.copy_of(bucket.sender)
             for name in (piece.name for piece in bucket.pieces if me in holders):
-                for holder, part in self._shards.parts(name, holders, None if sender == me else me).items():
+                parts = self._shards.parts(name, holders, sender, only=None if sender == me else me)
+                for holder, part in parts.items():
                     if holder == sender == me:
                         round_.own.append(part)
                     elif holder == me:
@@ -105,7 +106,7 @@ def everywhere(shards: Shards) -> Iterator[tuple[str, Tensor]]:
     """
     if shards.group is None:
         for i, wire in enumerate(shards.wires):
-            whole = shards.local(i).to(shards.dtype)
+            whole = shards.local(i).to(wire.dtype(shards.dtype))
             yield from ((piece.name, piece.of(whole)) for piece in wire.pieces)
         return
     gather = Gather(shards, Plan.build(shards.table(), BUCKET_BYTES, shards.ranks))

@@ -92,7 +92,7 @@ class Learner:
         self.folder = models.resolve(config.model.name)
         self.model = self._load(self.folder)
         wires = models.wires(self.model)
-        self._named = [(wire.name, wire.parameter) for wire in wires]
+        self._named = [(wire.name, wire.parameter) for wire in wires if wire.trained]
         self.shards = Shards(wires, self.dtype, group, meshes.copies if meshes else 1)
         self._experts = ExpertLoad(self.model, config.trainer.moe, group, self._context.size if self._context else 1)
         self._experts.reset(device)
@@ -234,9 +234,10 @@ class Learner:
         The other ranks may return before the folder is complete. Memory on rank 0 is what `models.export` buffers.
         """
         tensors = on_the_first(self.shards)
+        kept = [piece.name for wire in self.shards.wires if not wire.trained for piece in wire.pieces]
         try:
             if self.group is None or dist.get_rank(self.group) == 0:
-                models.export(tensors, self.folder, str(folder), self.dtype)
+                models.export(tensors, self.folder, str(folder), self.dtype, kept=kept)
         finally:
             for _ in tensors:  # the ranks that only help to gather; and after a failed write, so that nobody hangs
                 pass
@@ -288,7 +289,9 @@ class Learner:
             about, ours = read_config(folder), models.is_ours(folder, settings.impl)
             if problem := context_problem(self._context.size, self._context.style, about, ours):
                 raise ValueError(f"model folder {folder!r}: {problem}")
-        model = models.begin(folder, settings.impl, settings.attn, settings.lm_head_chunk, self.device, torch.float32)
+        model = models.begin(
+            folder, models.ModelOptions(settings.impl, settings.attn, settings.lm_head_chunk, self.device)
+        )
         if self._context is not None:
             model.context = self._context
         return model

@@ -1,8 +1,9 @@
 """Which trainer rank holds what of every checkpoint tensor.
 
 Every rank is asked once which box of each parameter it has; from then on any of them knows which parts of a tensor lie
-where. It refuses to know how parameters came to be sharded, and what is done with the parts (`gather.py`). Invariant:
-the parts of a tensor within one copy of the model are disjoint and cover it.
+where. Buffers, such as a router's selection bias, are whole on all ranks. It refuses to know how parameters came to be
+sharded, and what is done with the parts (`gather.py`). Invariant: the parts of a tensor within one copy of the model
+are disjoint and cover it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Shards:
 
     Args:
         wires: of all parameters, in the same order on all ranks.
-        dtype: of the tensors that are handed out.
+        dtype: in which parameters are handed out; buffers keep their own.
         group: the trainer ranks; None for one.
         copies: how often the model is held (HSDP); ranks of one copy are neighbours.
     """
@@ -55,8 +56,9 @@ class Shards:
 
     def table(self) -> list[tuple[str, tuple[int, ...], str]]:
         """(Hugging Face name, whole shape, dtype such as "bfloat16") per tensor. No communication."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return [(piece.name, piece.shape, dtype) for wire in self.wires for piece in wire.pieces]
+        dtypes = [str(wire.dtype(self.dtype)).removeprefix("torch.") for wire in self.wires]
+        pairs = zip(self.wires, dtypes, strict=True)
+        return [(piece.name, piece.shape, dtype) for wire, dtype in pairs for piece in wire.pieces]
 
     def experts(self) -> dict[str, tuple[int, int]]:
         """By name, tensors that are one expert's: which one, and of how many. No communication."""
@@ -77,12 +79,14 @@ class Shards:
         first = rank // self._inside * self._inside
         return range(first, first + self._inside)
 
-    def parts(self, name: str, ranks: range, only: int | None = None) -> dict[int, Part]:
+    def parts(self, name: str, ranks: range, taker: int, only: int | None = None) -> dict[int, Part]:
         """By rank: the parts of a tensor that one copy's ranks hold, or that of one rank alone.
 
-        WeightsError when all together don't make the whole.
+        What is whole on all of them is the taker's own. WeightsError when all together don't make the whole.
         """
         number, piece = self._pieces[name]
+        if not self.wires[number].trained:
+            ranks = range(taker, taker + 1)
         box_D2 = np.array(piece.box)
         held_RD2 = self._held_PRD2[number, ranks.start : ranks.stop, : len(box_D2)]
         start_RD = np.maximum(held_RD2[..., 0], box_D2[:, 0])
@@ -90,9 +94,10 @@ class Shards:
         numel_R = (end_RD - start_RD).clip(0).prod(-1)
         if numel_R.sum() != (whole := int(np.prod(piece.shape))):
             raise WeightsError(f"the trainer ranks hold {numel_R.sum()} of the {whole} elements of {name!r}")
-        holders = np.flatnonzero(numel_R).tolist()
         parts = {}
-        for i in holders if only is None else {ranks.index(only)}.intersection(holders):
+        for i in np.flatnonzero(numel_R).tolist():
+            if only not in (None, ranks[i]):
+                continue
             held = _slices(start_RD[i], end_RD[i], held_RD2[i, :, 0])
             place = _slices(start_RD[i], end_RD[i], box_D2[:, 0])[piece.one_of_stack :]
             parts[ranks[i]] = Part(name, number, held, place, int(numel_R[i]))

@@ -97,6 +97,9 @@ BAD = [
     ),
     ("--trainer.parallel.cp 0", ["trainer.parallel.cp = 0", "1 or more"]),
     ("--trainer.parallel.ep 2 --trainer.model.impl hf", ["trainer.parallel.ep = 2", "impl = hf", "set impl = custom"]),
+    ("--trainer.parallel.ep 2 --trainer.model.impl titan", ["impl = titan", "torchtitan's models can't be divided"]),
+    ("--trainer.parallel.cp 2 --trainer.model.impl titan", ["impl = titan", "torchtitan's models can't cut a row"]),
+    ("--trainer.router-replay --trainer.model.impl titan", ["impl = titan", "torchtitan's routers can't be forced"]),
     ("--trainer.moe.bias-rate 0.001", ["trainer.moe.bias_rate = 0.001", "trainer.router_replay", "sequence_coef"]),
     ("--trainer.parallel.ep-comm-backend deepep", ["ep_comm_backend = deepep", "dtype = bfloat16"]),
     (

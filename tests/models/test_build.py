@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spmd_rl.models.build import build, build_and_load, export, hf_named_tensors, load_weights, resolve
+from spmd_rl.models.build import (
+    ModelOptions,
+    build,
+    build_and_load,
+    export,
+    hf_named_tensors,
+    load_weights,
+    resolve,
+)
 from spmd_rl.models.decoder import Decoder
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.packed import Documents
@@ -44,7 +52,7 @@ def mistral(folder: Path) -> str:
 def test_round_trip_is_bit_exact(tmp_path: Path, impl: str, tied: bool, shard_bytes: int) -> None:
     source, target = tiny(tmp_path / "source", tied), str(tmp_path / "target")
     (tmp_path / "source" / "tokenizer.json").write_text("{}")
-    model = build_and_load(source, impl)
+    model = build_and_load(source, ModelOptions(impl))
     assert isinstance(model, Decoder if impl == "custom" else HFModel)
     export(hf_named_tensors(model), source, target, torch.float32, shard_bytes)
 
@@ -56,7 +64,7 @@ def test_round_trip_is_bit_exact(tmp_path: Path, impl: str, tied: bool, shard_by
     assert all(torch.equal(written[name], original[name]) for name in original)
     assert (Path(target) / "tokenizer.json").read_text() == "{}"
     assert (Path(target) / "generation_config.json").exists()
-    again = build(target, "custom")
+    again = build(target, ModelOptions("custom"))
     load_weights(again, target)
     for (name, mine), (other, theirs) in zip(hf_named_tensors(again), hf_named_tensors(model), strict=True):
         assert name == other
@@ -99,7 +107,7 @@ def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
 def test_names_and_order_are_those_of_the_state_dict(tmp_path: Path) -> None:
     for tied in (False, True):
         folder = tiny(tmp_path / f"tied_{tied}", tied)
-        names = [[name for name, _ in hf_named_tensors(build(folder, impl))] for impl in ("custom", "hf")]
+        names = [[name for name, _ in hf_named_tensors(build(folder, ModelOptions(impl)))] for impl in ("custom", "hf")]
         assert names[0] == names[1]
         assert ("lm_head.weight" in names[0]) == (not tied)
         assert sorted(names[0]) == sorted(load_file(Path(folder) / "model.safetensors"))
@@ -107,9 +115,9 @@ def test_names_and_order_are_those_of_the_state_dict(tmp_path: Path) -> None:
 
 def test_auto_falls_back_to_transformers(tmp_path: Path) -> None:
     folder = mistral(tmp_path / "mistral")
-    assert isinstance(build_and_load(folder, "auto"), HFModel)
+    assert isinstance(build_and_load(folder, ModelOptions("auto")), HFModel)
     with pytest.raises(ValueError, match=r"no model type 'mistral' \(it has qwen3, llama, .*\); use impl = hf"):
-        build(folder, "custom")
+        build(folder, ModelOptions("custom"))
 
 
 def test_tied_weights_under_both_names_must_agree(tmp_path: Path) -> None:
@@ -173,7 +181,7 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path, case: str, impl: str) -
     folder = tiny(tmp_path)
     spoil(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as caught:
-        build_and_load(folder, impl)
+        build_and_load(folder, ModelOptions(impl))
     assert str(tmp_path) in str(caught.value)
 
 

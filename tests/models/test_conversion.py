@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from spmd_rl.models.build import build, build_and_load, export, hf_named_tensors
+from spmd_rl.models.build import ModelOptions, build, build_and_load, export, hf_named_tensors
 from spmd_rl.models.conversion import EXPERTS, pieces_of
 from tests.models.families import OF_FAMILY, checkpoint, hugging_face, row, unpacked_logits
 
@@ -51,7 +51,7 @@ def test_round_trip_through_hugging_face_is_bit_exact(tmp_path: Path, family: st
     settings = {"mlp_only_layers": [0]} if family == "qwen2_moe" else {}
     hf = hugging_face(family, tie_word_embeddings=tied, **settings)
     source, target = folder_of(hf, tmp_path / "source", layout), tmp_path / "target"
-    model = build_and_load(source, "custom")
+    model = build_and_load(source, ModelOptions("custom"))
     export(hf_named_tensors(model), source, str(target), torch.float32)
     written, expected = load_file(target / "model.safetensors"), checkpoint(hf)
     assert written.keys() == expected.keys()
@@ -120,8 +120,10 @@ def test_transformers_own_model_reads_the_same_folders(tmp_path: Path) -> None:
     for layout in ("by expert", "stacked"):
         folder = folder_of(hf, tmp_path / layout, layout)
         with torch.no_grad():
-            logits = [build_and_load(folder, impl).logits(tokens_T, documents) for impl in ("custom", "hf")]
+            logits = [
+                build_and_load(folder, ModelOptions(impl)).logits(tokens_T, documents) for impl in ("custom", "hf")
+            ]
         torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-5)
-    names = [{name for name, _ in hf_named_tensors(build(folder, impl))} for impl in ("custom", "hf")]
+    names = [{name for name, _ in hf_named_tensors(build(folder, ModelOptions(impl)))} for impl in ("custom", "hf")]
     assert "model.layers.0.mlp.experts.0.up_proj.weight" in names[0]
     assert "model.layers.0.mlp.experts.gate_up_proj" in names[1]

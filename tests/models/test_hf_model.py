@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.packed import Documents
+from tests.models.titan_cases import hugging_face as deepseek
 
 SMALL = {
     "vocab_size": 97,
@@ -94,6 +95,14 @@ def test_a_head_with_a_bias_is_refused() -> None:
     settings = {key: SMALL[key] for key in SMALL if key != "head_dim"}
     with pytest.raises(ValueError, match="PhiForCausalLM has a bias"):
         HFModel(hugging_face("phi", settings))
+
+
+def test_buffers_that_checkpoints_hold_are_on_the_wire() -> None:
+    """A selection bias, but no table of rotary positions."""
+    model = HFModel(deepseek("deepseek_v3"))
+    assert [(wire.name, wire.dtype(torch.bfloat16)) for wire in model.wires() if not wire.trained] == [
+        (f"model.layers.{layer}.mlp.gate.e_score_correction_bias", torch.float32) for layer in (1, 2)
+    ]
 
 
 def test_blocks_are_the_decoder_layers() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from spmd_rl.models.build import begin, build_and_load, finish, hf_named_tensors
+from spmd_rl.models.build import ModelOptions, begin, build_and_load, finish, hf_named_tensors
 from spmd_rl.models.conversion import EXPERTS, pieces_of
 from spmd_rl.models.hf_model import HFModel
 from spmd_rl.models.load import read_box
@@ -54,7 +54,7 @@ def test_a_folder_that_does_not_fit_is_refused_before_there_is_memory(tmp_path: 
 
 def test_transformers_models_are_loaded_at_once(tmp_path: Path) -> None:
     folder = tiny(tmp_path)
-    model = begin(folder, "hf")
+    model = begin(folder, ModelOptions("hf"))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     finish(model, folder, "cpu")
     assert isinstance(model, HFModel) and not any(tensor.is_meta for tensor in before.values())
@@ -63,7 +63,7 @@ def test_transformers_models_are_loaded_at_once(tmp_path: Path) -> None:
 
 def test_an_impossible_back_end_is_refused_before_the_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"'flash_attention_2' needs a CUDA device .* device is cpu"):
-        begin(tiny(tmp_path), attn="flash_attention_2")
+        begin(tiny(tmp_path), ModelOptions(attn="flash_attention_2"))
 
 
 @given(st.data())
@@ -89,5 +89,5 @@ def test_any_box_of_a_stack_is_read_from_its_parts(data: st.DataObject) -> None:
 def test_dtypes_are_converted(tmp_path: Path) -> None:
     folder = tiny(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    model = build_and_load(folder, dtype=torch.bfloat16)
+    model = build_and_load(folder, ModelOptions(dtype=torch.bfloat16))
     assert all(torch.equal(tensor, stored[name].bfloat16()) for name, tensor in hf_named_tensors(model))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from spmd_rl.models.build import build_and_load
+from spmd_rl.models.build import ModelOptions, build_and_load
 from spmd_rl.models.packed import Documents
 from spmd_rl.models.tiny import make_tiny
 from spmd_rl.rollouts.cost import TrainingCost
@@ -23,7 +23,7 @@ def test_the_formula_is_what_torch_counts(tmp_path, length):
     """But for the head, which torch does not count whole, and attention, where it counts squares."""
     make_tiny(str(tmp_path), seed=0, **SHAPE)
     config = json.loads((tmp_path / "config.json").read_text())
-    model = build_and_load(str(tmp_path), lm_head_chunk=64)
+    model = build_and_load(str(tmp_path), ModelOptions(lm_head_chunk=64))
     tokens_T = torch.arange(length) % 101
     with FlopCounterMode(display=False) as counter:
         model.hidden(tokens_T, Documents.build(np.array([0, length]))).sum().backward()
@@ -49,6 +49,7 @@ def test_rows_of_equal_cost_wait_less_for_each_other_than_rows_of_equal_tokens()
 def test_a_config_in_other_words_has_no_known_cost():
     assert TrainingCost.known({"n_embd": 8, "n_layer": 2}) is None
     config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 10}
+    assert TrainingCost.known(config | {"intermediate_size": 8, "kv_lora_rank": 512}) is None
     flops = TrainingCost.known(config | {"intermediate_size": 8})
     assert flops is not None and flops(np.array([1, 3]))[1] > 3 * flops(np.array([1, 3]))[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,13 @@ def test_cuda_machine_gets_vllm_for_cuda(checkout):
     code, output = checkout.run()
     assert code == 0, output
     assert checkout.take_calls() == ["install --progress-bar off -e REPO[gpu]"]
+
+
+def test_tests_get_torchtitan_without_what_its_trainer_asks_for(checkout):
+    checkout.run("dev")
+    assert checkout.take_calls()[-1] == "install --progress-bar off --no-deps torchtitan==0.3.0"
+    extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["titan"]
+    assert "torchtitan==0.3.0" in extra  # one version in both places
 
 
 def test_second_run_installs_nothing(checkout):

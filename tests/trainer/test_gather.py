@@ -18,12 +18,13 @@ EXPERT_COUNT, ROWS, WIDTH = 4, 6, 3
 
 
 class Layer(nn.Module):
-    """A plain weight, a bias, and stacked experts."""
+    """A plain weight, a bias, stacked experts, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(ROWS, WIDTH))
         self.bias = nn.Parameter(torch.randn(5))
+        self.register_buffer("selection", torch.randn(7))  # whole on every rank
         self.mlp = nn.Module()
         self.mlp.experts = nn.Module()
         self.mlp.experts.gate_up_proj = nn.Parameter(torch.randn(EXPERT_COUNT, ROWS, WIDTH))
@@ -44,7 +45,7 @@ def held(draw: st.DrawFn, shards: Shards, ranks: int) -> np.ndarray:
     """Every parameter cut along its first dimension, as FSDP cuts; some ranks hold nothing."""
     whole_PD2 = shards._held_PRD2[:, 0]
     held_PRD2 = np.repeat(whole_PD2[:, None], ranks, axis=1)
-    for p, wire in enumerate(shards.wires):
+    for p, wire in enumerate(wire for wire in shards.wires if wire.trained):
         cuts = sorted(draw(st.lists(st.integers(0, len(wire.parameter)), min_size=ranks - 1, max_size=ranks - 1)))
         held_PRD2[p, :, 0] = np.stack([[0, *cuts], [*cuts, len(wire.parameter)]], -1)
     return held_PRD2
@@ -60,12 +61,13 @@ def test_parts_of_a_copy_make_every_tensor(data, inside, copies):
         for number, wire in enumerate(shards.wires):
             for piece in wire.pieces:
                 made, times = torch.zeros(piece.shape), torch.zeros(piece.shape)
-                for rank, part in shards.parts(piece.name, ranks).items():
+                for rank, part in shards.parts(piece.name, ranks, ranks[0]).items():
                     held_D2 = once[number, rank - ranks.start, : wire.parameter.ndim].tolist()
                     local = wire.parameter.detach()[tuple(slice(a, b) for a, b in held_D2)]
                     made[part.place] = local[part.held].view(made[part.place].shape)
                     times[part.place] += 1
                     assert part.numel == made[part.place].numel()
+                    assert wire.trained or rank == ranks[0]
                 assert torch.equal(made, piece.of(wire.parameter.detach())) and bool((times == 1).all())
 
 
@@ -114,6 +116,6 @@ def test_a_tensor_that_nobody_holds_completely_is_named():
 
 def test_tensors_are_cast_before_they_are_handed_out():
     shards = Shards(list(wires(Layer(), EXPERTS)), torch.bfloat16, None, 1)
-    assert {dtype for _, _, dtype in shards.table()} == {"bfloat16"}
-    for (name, tensor), (other, shape, _) in zip(on_the_first(shards), shards.table(), strict=True):
-        assert (name, tuple(tensor.shape), tensor.dtype) == (other, shape, torch.bfloat16)
+    for (name, tensor), (other, shape, dtype) in zip(on_the_first(shards), shards.table(), strict=True):
+        assert dtype == ("float32" if name == "selection" else "bfloat16")  # a buffer keeps its own
+        assert (name, tuple(tensor.shape), str(tensor.dtype)) == (other, shape, f"torch.{dtype}")

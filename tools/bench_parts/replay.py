@@ -61,7 +61,7 @@ def measure(architecture: str, folder: str) -> dict[str, float]:
     from spmd_rl.config.tree import Config, InferenceConfig, ModelConfig, TrainerConfig, TrainerModelConfig
     from spmd_rl.inference.build import build_engine
     from spmd_rl.inference.engine import Engine
-    from spmd_rl.models.build import build_and_load
+    from spmd_rl.models.build import ModelOptions, build_and_load
     from spmd_rl.models.moe import Routing
     from spmd_rl.models.packed import Documents
     from spmd_rl.models.tiny import make_tiny
@@ -83,7 +83,7 @@ def measure(architecture: str, folder: str) -> dict[str, float]:
         engine.add(Generate(id, prompt, NEW, 1.0, 1000 + id, [], routes_from=0 if moe else -1))
     while engine.busy:
         answers |= {event.id: event for event in engine.step() if isinstance(event, Generated)}
-    model = build_and_load(f"{folder}/model", "custom", dtype=torch.bfloat16)
+    model = build_and_load(f"{folder}/model", ModelOptions("custom", dtype=torch.bfloat16))
 
     def k3(of: dict[int, np.ndarray] | None) -> float:
         """Mean over all sampled tokens, with routed experts by request."""

@@ -53,7 +53,8 @@ def train(folder: str, dtype: str, lengths: str, name: str, steps: int) -> dict:
     torch.set_num_threads(1)
     baseline = memory_mib("VmRSS")
     transformers.utils.logging.disable_progress_bar()
-    step = (_ours if name == "ours" else _hf)(folder, dtype, LENGTHS[lengths], name)
+    make = {"ours": _ours, "titan": _titan}.get(name.split()[0], _hf)
+    step = make(folder, dtype, LENGTHS[lengths], name)
     first_loss, _ = step()
     step()
     cpu_s, wall_s, phases = zip(*(_timed(step) for _ in range(steps)), strict=True)
@@ -137,16 +138,50 @@ def _hf(folder: str, dtype: str, lengths: list[int], name: str) -> Step:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if name == "hf pure" else torch.float32)
     model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    tokens, positions, labels = _inputs(lengths)
+    inputs = {"input_ids": tokens, "position_ids": positions, "labels": labels, "use_cache": False}
+    return _plain_steps(model, lambda: model(**inputs).loss, autocast=name == "hf autocast")
+
+
+def _titan(folder: str, dtype: str, lengths: list[int], name: str) -> Step:
+    """torchtitan's model with torch's loss on all logits, as its own trainer has it; only attention is ours, because
+    none of its own has a backward on the CPU."""
+    import numpy as np
+    import torch.nn.functional as F
+
+    from spmd_rl.models.build import ModelOptions, build_and_load
+    from spmd_rl.models.packed import Documents
+
+    model = build_and_load(folder, ModelOptions("titan"))
+    documents = Documents.build(np.cumsum([0, *lengths]))
+    tokens, _, labels = _inputs(lengths)
+
+    def loss() -> Any:
+        return F.cross_entropy(model.logits(tokens[0], documents)[:-1].float(), labels[0, 1:])
+
+    return _plain_steps(model, loss, autocast=name == "titan autocast")
+
+
+def _inputs(lengths: list[int]) -> Any:
+    """(tokens, positions, labels), int64[1, T] each; a document's first token is no label."""
+    import torch
+
     tokens = torch.from_numpy(make_row(lengths).tokens).long()[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    labels = tokens.masked_fill(positions == 0, -100)
+    return tokens, positions, tokens.masked_fill(positions == 0, -100)
+
+
+def _plain_steps(model: Any, loss_of: Callable[[], Any], autocast: bool) -> Step:
+    """Forward, backward, clipping and fused AdamW by torch alone."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> tuple[float, Phases]:
         marks = [time.perf_counter()]
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=name == "hf autocast"):
-            loss = model(input_ids=tokens, position_ids=positions, labels=labels, use_cache=False).loss
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_of()
         marks.append(time.perf_counter())
         loss.backward()
         marks.append(time.perf_counter())
