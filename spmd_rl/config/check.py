@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import reduce
 from typing import Any
 
+from spmd_rl.config.bench import check_bench
 from spmd_rl.config.check_engine import engine_problems
 from spmd_rl.config.check_replay import NOT_OURS, check_replay
 from spmd_rl.config.check_sources import check_evaluation, check_sampling, check_sources
@@ -145,6 +146,8 @@ def check(config: Config, command: str = "rl") -> None:
             _guard,
         ),
         "sft": (*everywhere, _optimizers, _precision, _parallel, _sft),
+        "rl --bench": (*everywhere, _batches, _optimizers, _precision, _parallel, check_bench),
+        "sft --bench": (*everywhere, _optimizers, _precision, _parallel, check_bench),
         "eval": (*everywhere, check_sources, check_evaluation, _evaluates),
         "generate": (*everywhere, _room, _generate),
         "serve": (*everywhere, _room, _serve),

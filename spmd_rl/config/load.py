@@ -34,7 +34,7 @@ FREE_OF_SOURCES = ("args", "reward_args", "weights")
 HELP = """One run, described by TOML files layered left to right (`--config a.toml --config b.toml`, or \
 `@ a.toml @ b.toml`) and by the flags below, which win. `--inference.vllm.KEY VALUE` reaches any argument of the \
 engine, `--orchestrator.source.0.args.KEY VALUE` any argument of an environment. `--dry-run` checks and prints, and \
-starts nothing."""
+starts nothing; `--bench` measures the trainer on made-up documents, and `--json FILE` keeps its figures."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class Arguments:
 
     toml_paths: tuple[Path, ...]
     dry_run: bool
+    bench: bool
     flags: tuple[str, ...]
 
 
 def split_argv(argv: Sequence[str]) -> Arguments:
-    """Split off `--config a.toml`, `--config=a.toml`, `@ a.toml`, `@a.toml` and `--dry-run`; the rest are flags.
+    """Split off `--config a.toml`, `--config=a.toml`, `@ a.toml`, `@a.toml`, `--dry-run`, `--bench`; the rest is flags.
 
-    Raises ConfigError when a file name is missing. A flag's value that begins with `@` is written `--flag=@value`.
+    `--json` is short for `--bench.json`. Raises ConfigError when a file name is missing. A flag's value that begins
+    with `@` is written `--flag=@value`.
     """
     paths: list[Path] = []
     flags: list[str] = []
@@ -62,9 +64,11 @@ def split_argv(argv: Sequence[str]) -> Arguments:
             paths.append(Path(name))
         elif word.startswith(("--config=", "@")):
             paths.append(Path(word.removeprefix("--config=").removeprefix("@")))
-        elif word != "--dry-run":
+        elif word == "--json" or word.startswith("--json="):
+            flags.append(word.replace("--json", "--bench.json", 1))
+        elif word not in ("--dry-run", "--bench"):
             flags.append(word)
-    return Arguments(tuple(paths), "--dry-run" in argv, tuple(flags))
+    return Arguments(tuple(paths), "--dry-run" in argv, "--bench" in argv, tuple(flags))
 
 
 def load(argv: Sequence[str]) -> Config:

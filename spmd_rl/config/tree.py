@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from spmd_rl.config.bench import BenchConfig
 from spmd_rl.config.slurm import SlurmConfig
 from spmd_rl.config.tasks import EvalConfig, GenerateConfig, SamplingConfig, ServeConfig, SourceConfig
 
@@ -377,6 +378,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
     slurm: SlurmConfig = field(default_factory=SlurmConfig)

@@ -96,7 +96,7 @@ class Collectives:
             from spmd_rl.world.groups import make_groups
             from spmd_rl.world.world import accelerator_index, pick_device
 
-            device = pick_device(config, mesh.role(rank), accelerator_index(spare=not mesh.shares))
+            device = pick_device(config, mesh.role(rank), accelerator_index(mesh.spare))
             groups = make_groups(mesh, rank, device, self.collective_s)
             on = {spec.name: device if spec.carries == "device" else torch.device("cpu") for spec in mesh.groups()}
             sums = {

@@ -35,6 +35,7 @@ class PackStats:
     fill: float  # tokens / (ranks × micro_steps × seq_len)
     rank_imbalance: float  # max/mean over ranks of a rank's total load
     micro_imbalance: float  # max/mean over ranks of a row's load, in the worst micro-step
+    idle: float  # share of all load that could have been done while ranks wait for the heaviest row of a micro-step
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def describe(layout: Layout, lengths: np.ndarray, seq_len: int, cost: Cost | Non
         fill=float(lengths.sum() / (ranks * micro_steps * seq_len)),
         rank_imbalance=float(load.sum(1).max() / load.sum(1).mean()),
         micro_imbalance=float((load.max(0) / load.mean(0)).max()),
+        idle=float(1 - load.mean(0).sum() / load.max(0).sum()),
     )
 
 

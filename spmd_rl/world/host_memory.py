@@ -1,4 +1,4 @@
-"""How much memory this process may have: the machine's, within every control group above it (of both versions).
+"""How much memory this process may have, and has: the machine's, within every control group above it (both versions).
 
 It refuses to know what it is for. `root` is what /proc and /sys are below, so that a test can show another machine.
 """
@@ -6,6 +6,7 @@ It refuses to know what it is for. `root` is what /proc and /sys are below, so t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path("/")
@@ -33,6 +34,25 @@ def memory_available(root: Path = ROOT) -> int:
     return max(0, free)
 
 
+def resident(root: Path = ROOT) -> int:
+    """Bytes that this process holds."""
+    return _status("VmRSS", root)
+
+
+def peak_resident(root: Path = ROOT) -> int:
+    """The most that it held, since its start or the last `forget_peak`.
+
+    (getrusage says another peak, which begins with that of the parent that forked this process.)
+    """
+    return _status("VmHWM", root)
+
+
+def forget_peak(root: Path = ROOT) -> None:
+    """The peak begins anew, where the kernel lets a process say so."""
+    with suppress(OSError):
+        (root / "proc/self/clear_refs").write_text("5")
+
+
 def cgroups(controller: str, root: Path = ROOT) -> Iterator[Path]:
     """The folders of the groups of one controller that this process is in, from its own to the root."""
     top = root / "sys/fs/cgroup"
@@ -51,6 +71,11 @@ def read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def _status(field: str, root: Path) -> int:
+    lines = (root / "proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def _meminfo(root: Path) -> dict[str, int]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import Literal
 
+from spmd_rl.config.commands import ALL_TRAIN
 from spmd_rl.config.tree import Config
 from spmd_rl.world.trainer_mesh import MeshError, TrainerDims
 
@@ -54,8 +55,10 @@ class Mesh:
 
         spare: node 0 starts one process more than it has accelerators. processes: of each host; empty = one host.
         """
-        if command == "sft":
-            return cls.all_train(world_size or TrainerDims.smallest(config.trainer.parallel), config, processes)
+        if command in ALL_TRAIN:
+            asked = config.deployment.train_ranks if command == "rl --bench" else 0
+            fewest = asked or TrainerDims.smallest(config.trainer.parallel)
+            return cls.all_train(world_size or fewest, config, processes)
         if command == "rl":
             return cls.build(config, world_size or cls.smallest(config), spare, processes)
         return cls.all_infer(config, world_size or 1 + config.inference.tp)
@@ -144,7 +147,7 @@ class Mesh:
 
     @classmethod
     def all_train(cls, world_size: int, config: Config | None = None, processes: Sequence[int] = ()) -> Mesh:
-        """Supervised training: every rank trains, rank 0 too; nobody infers or orchestrates."""
+        """Supervised training, and any bench: every rank trains, rank 0 too; nobody infers or orchestrates."""
         return cls(world_size, tuple(range(world_size)), ())._placed(config or Config(), processes)
 
     @staticmethod
@@ -189,6 +192,11 @@ class Mesh:
     def shares(self) -> bool:
         """Whether rank 0 orchestrates beside another role."""
         return bool(self.replicas) and 0 in self.trainers
+
+    @property
+    def spare(self) -> bool:
+        """Whether rank 0's process holds no accelerator: it orchestrates, and does nothing else."""
+        return 0 not in self.trainers
 
     @property
     def engines(self) -> tuple[tuple[int, ...], ...]:

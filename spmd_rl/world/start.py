@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 
 from spmd_rl.config import Config, to_toml
-from spmd_rl.config.commands import ASKING
+from spmd_rl.config.commands import ASKING, command_of
 from spmd_rl.world import slurm
 from spmd_rl.world.accelerators import accelerators_here
 from spmd_rl.world.launcher import launch
@@ -19,11 +19,11 @@ from spmd_rl.world.placement import PROCESSES, crossings
 
 
 def start(program: str, argv: Sequence[str], config: Config, nproc: int, dry_run: bool) -> int:
-    """Start `program ARGV`, whose first word is the command; the exit code.
+    """Start `program ARGV`; the exit code.
 
     nproc: processes of this machine; 0 = the fewest that will do. Raises ConfigError, MeshError and MeetingError.
     """
-    command = argv[0]
+    command = command_of(argv)
     # The orchestrator's process holds no accelerator, so the first host starts one more; with "rl" it need not.
     spare = int(command in ASKING or (command == "rl" and config.deployment.orchestrator != "shared"))
     if config.slurm.nodes:

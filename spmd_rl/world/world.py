@@ -71,7 +71,7 @@ class World:
         """Start this rank; `watchdog` is already posting, so that a rank that dies in here is named."""
         rank, deadlines, began = int(os.environ["RANK"]), config.deadlines, time.time()
         role = mesh.role(rank)
-        local_rank = accelerator_index(spare=not mesh.shares)
+        local_rank = accelerator_index(mesh.spare)
         flight_recorder.arm(config.output_dir)
         with watchdog.stage("join the world", deadlines.start_s):
             init_world(deadlines.collective_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,13 @@ def test_completions_are_gone_on_with(model: str, tmp_path: Path) -> None:
     with Launch(tmp_path / "run", args, 2, command="generate", torchrun=False) as launch:
         while not written.exists() or written.read_bytes().count(b"\n") < 20:
             assert launch.processes(), launch.output[-4000:]
+            time.sleep(0.1)
         launch.terminate()
         done = launch.wait()
     assert done.returncode == 0 and "stopped; start again" in done.output, done.output[-4000:]
     before = written.read_bytes()
     assert 20 <= before.count(b"\n") < 400
-    elsewhere = ["--generate.output", str(written)]
+    elsewhere = ["--generate.output", str(written), "--generate.at-once", "64"]
     again = run(tmp_path / "again", [*args, *elsewhere], nproc=2, command="generate")
     assert again.returncode == 0, again.output[-4000:]
     assert written.read_bytes().startswith(before)

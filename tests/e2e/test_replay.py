@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.observe.metrics import read_metrics
 from spmd_rl.orchestrator.past import JOURNAL
 from spmd_rl.orchestrator.records import AnyRecord, Steered
 from spmd_rl.world.journal import Journal, read
 from tests.e2e.runner import ROOT, Run, run
-from tests.e2e.test_lockstep import LOCKSTEP
+from tests.e2e.test_lockstep import LOCKSTEP, assert_its_lag, assert_same
 
 
 def replay(*args: str) -> tuple[int, str]:
@@ -24,21 +25,24 @@ def replay(*args: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def recorded(model, tmp_path_factory) -> Run:
-    """A run in lockstep that somebody told something."""
+    """A run in lockstep with lag 1, one engine that computes anew what new weights change, and a word from outside."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
     (folder / "steer").mkdir(parents=True)
     (folder / "steer/1.txt").write_text("@3 set lr=1e-3")
-    done = run(folder, [*LOCKSTEP, "--model.name", model])
+    done = run(folder, [*LOCKSTEP, "--orchestrator.max-lag", "1", "--weights.mode", "recompute", "--model.name", model])
     assert done.returncode == 0, done.output[-4000:]
     assert [record["lr"] for record in done.phase("rl")] == [2e-5, 4e-5, 1e-3, 1e-3, 1e-3]
     return done
 
 
 def test_a_run_in_lockstep_comes_out_again(recorded):
+    """To the last byte of its journal, metrics and weights, as other pairs of runs in test_lockstep.py."""
+    assert_its_lag(recorded, 1, "recompute")
     code, said = replay(str(recorded.folder))
     assert code == 0 and "equal: " in said, said[-4000:]
     copy = Path(f"{recorded.folder}-replay")
     assert [r for _, r in read(copy / JOURNAL, AnyRecord) if isinstance(r, Steered)] == [Steered(3, "set lr=1e-3")]
+    assert_same(recorded, Run(code, said, copy, list(read_metrics(copy / "metrics.jsonl"))))
 
 
 def test_its_training_alone_comes_out_again_also_on_two_ranks(recorded):

@@ -1,70 +1,23 @@
-"""What goes wrong in a rollout becomes data, is counted, and ends the run only when there is too much of it."""
+"""Rollouts that fail are masked out, counted, replaced and tried again, and end the run when there are too many."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.envs.protocol import PromptTooLong
 from spmd_rl.orchestrator.rollouts import TooManyFailures
-from spmd_rl.orchestrator.stall import Stalled, watch_progress
 from spmd_rl.orchestrator.window import Window
-from spmd_rl.rollouts.types import Episode, Reward, RewardError, Task
-from spmd_rl.world.messages import Cancel, EngineLoad, Pulled
+from spmd_rl.rollouts.types import Episode, Reward, Task
+from spmd_rl.world.messages import Cancel
+from tests.orchestrator.failing import Broken, boom, failing_every, root
 from tests.orchestrator.fake_cluster import Delays, Misbehaviour
 from tests.orchestrator.fake_run import PROMPT, FakeEnvironment, make_config, prepare, train
 from tests.orchestrator.virtual_time import run
-
-
-class Broken(RuntimeError):
-    """The environment's own error."""
-
-
-async def boom(number: int, task: Task) -> None:
-    raise Broken(f"attempt {number} exploded")
-
-
-def root(error: BaseException) -> BaseException:
-    """The first error inside exception groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def one_episode(env: FakeEnvironment, **options) -> Episode:
-    """The episode of one attempt at task 0, with one replica and one rollout in flight."""
-
-    async def main() -> Episode:
-        config = options.pop("config", make_config())
-        made = await prepare(config, [env], **options)
-        made.loop.versions.publish(0)
-        await made.loop.versions.wait_everywhere(0)
-        policy = made.services.policy(config.orchestrator.sampling, group=0, rollout=0, seed=0)
-        episode = await made.services.rollouts.run(env, env.task(0, "train"), policy, config.deadlines.env_s)
-        assert made.services.router.depth == [0]
-        await asyncio.sleep(1)  # a Cancel arrives with a tick
-        assert not any(made.cluster.misbehaviour.silent(r) for r in made.cluster.requests.values()) or any(
-            isinstance(decision, Cancel) for _, decision in made.cluster.decisions
-        )
-        await made.cluster.close()
-        return episode
-
-    return run(main())
-
-
-def failing_every(n: int):
-    async def act(number: int, task: Task) -> None:
-        if number % n == n - 1:
-            raise Broken(f"attempt {number} exploded")
-
-    return act
 
 
 def test_a_few_failures_are_masked_out_and_counted() -> None:
@@ -182,84 +135,6 @@ def test_the_rate_is_taken_over_recent_rollouts() -> None:
     assert "13 of the last 64 rollouts failed" in str(root(caught.value))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_no_finite_number_is_an_error_and_never_a_zero(value: float) -> None:
-    async def act(number: int, task: Task) -> Episode:
-        return Episode(task, (), Reward(value))
-
-    episode = one_episode(FakeEnvironment(act=act))
-    assert episode.status == "failed"
-    assert episode.reward == RewardError(f"the reward is {value}", "not_finite")
-
-
-@pytest.mark.parametrize(
-    ("returned", "why"),
-    [
-        (False, "TypeError: the environment returned bool, not an Episode"),
-        (3.5, "TypeError: the environment returned float, not an Episode"),
-        (Reward(1.0), "TypeError: the environment returned Reward, not an Episode"),
-        (Episode(Task("x", 0, {}), (), 1.0), "TypeError: the episode's reward is float; return Reward(number)"),
-        (Episode(Task("x", 0, {}), (), None), "TypeError: the episode's reward is NoneType"),
-        (Episode(Task("x", 0, {}), (), Reward("1")), "TypeError"),
-        (Episode(Task("x", 0, {}), (), Reward(None)), "TypeError"),
-    ],
-)
-def test_an_environment_that_returns_something_else_is_told_what_to_return(returned, why: str) -> None:
-    async def act(number: int, task: Task):
-        return returned
-
-    episode = one_episode(FakeEnvironment(act=act))
-    assert (episode.status, episode.task.source) == ("failed", "fake")
-    assert why in episode.reward.why
-
-
-def test_an_environment_that_returns_nothing_is_told_so() -> None:
-    env = FakeEnvironment()
-    env.attempt = lambda task, policy: asyncio.sleep(0)
-    assert "the environment returned NoneType, not an Episode" in one_episode(env).reward.why
-
-
-def test_an_episode_belongs_to_the_task_that_was_given() -> None:
-    episode = one_episode(with_samples(lambda sample: (sample,)))
-    assert episode.valid
-    assert episode.task == Task("fake", 0, {"split": "train"})
-
-
-def test_a_reward_error_of_the_environment_is_kept() -> None:
-    async def act(number: int, task: Task) -> Episode:
-        return Episode(task, (), RewardError("the judge is asleep"))
-
-    episode = one_episode(FakeEnvironment(act=act))
-    assert episode.reward == RewardError("the judge is asleep")
-    assert not episode.valid
-
-
-async def hang(number: int, task: Task) -> None:
-    await asyncio.Event().wait()
-
-
-def test_a_rollout_that_hangs_meets_its_deadline() -> None:
-    episode = one_episode(FakeEnvironment(act=hang), config=make_config(env_s=30.0))
-    assert episode.status == "timeout"
-    assert episode.reward == RewardError("no result within 30 s (deadlines.env_s, source.rollout_s)", "deadline")
-    assert episode.seconds == pytest.approx(30)
-
-
-def test_an_engine_that_never_answers_is_told_to_forget_the_request() -> None:
-    silent = Misbehaviour(silent=lambda request: True)
-    episode = one_episode(FakeEnvironment(), config=make_config(env_s=30.0), misbehaviour=silent)
-    assert episode.status == "timeout"
-
-
-def test_a_timeout_inside_the_environment_is_its_own_failure_and_not_the_deadline() -> None:
-    async def act(number: int, task: Task) -> None:
-        raise TimeoutError("the sandbox did not come up")
-
-    episode = one_episode(FakeEnvironment(act=act))
-    assert episode.status == "failed"
-    assert "the sandbox did not come up" in episode.reward.why
-
-
 def test_an_environment_that_cancels_itself_fails_and_is_not_lost() -> None:
     async def act(number: int, task: Task) -> None:
         if number == 3:
@@ -317,22 +192,6 @@ def test_an_aborted_generation_is_no_attempt() -> None:
     assert "the environment gave it the status failed" in str(root(caught.value))
 
 
-def test_a_prompt_that_fills_the_sequence_names_the_key_to_change() -> None:
-    env = FakeEnvironment()
-    env.prompt = lambda task: np.full(64, 5, np.int32)
-    why = one_episode(env).reward.why
-    assert PromptTooLong.__name__ in why
-    assert "a prompt of 64 tokens leaves no room in seq_len = 64: raise seq_len" in why
-
-
-def test_no_generation_grows_beyond_the_sequence() -> None:
-    env = FakeEnvironment()
-    env.prompt = lambda task: np.full(62, PROMPT, np.int32)
-    episode = one_episode(env)
-    assert episode.valid
-    assert len(episode.samples[0].tokens) <= 64
-
-
 def test_a_request_that_the_engine_refuses_fails_its_rollout_alone() -> None:
     refusing = Misbehaviour(refuse=lambda request: request.id % 10 == 9)
     made = train(make_config(max_steps=5, groups=2, group_size=5), misbehaviour=refusing)
@@ -340,83 +199,6 @@ def test_a_request_that_the_engine_refuses_fails_its_rollout_alone() -> None:
     assert len(failed) == 5
     assert all("RefusedError: ValueError: the prompt is not to my taste" in e.reward.why for e in failed)
     assert made.services.router.depth == [0]
-
-
-def with_samples(change) -> FakeEnvironment:
-    """An environment whose samples are changed by `change(sample)`, and that says it tried another task."""
-    env = FakeEnvironment()
-    attempt = env.attempt
-
-    async def changed(task, policy) -> Episode:
-        episode = await attempt(task, policy)
-        return replace(episode, task=Task("another", 7, {}), samples=change(episode.samples[0]))
-
-    env.attempt = changed
-    return env
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        (lambda s: (), "no sampled token"),
-        (lambda s: (replace(s, mask=0 * s.mask),), "no sampled token"),
-        (lambda s: (replace(s, logprobs=s.logprobs[1:]),), "logprobs"),
-        (lambda s: (s, replace(s, versions=s.versions[1:])), "versions"),
-        (lambda s: (replace(s, mask=s.mask | 1),), "first token"),
-        (lambda s: (s, replace(s, **{k: np.resize(v, 65) for k, v in columns(s).items()})), "seq_len = 64"),
-        (lambda s: (replace(s, logprobs=s.logprobs * np.nan),), "logprobs"),
-        (lambda s: ("text",), "str"),
-    ],
-)
-def test_samples_that_could_not_be_trained_on_fail_their_rollout_and_not_the_run(change, why: str) -> None:
-    episode = one_episode(with_samples(change))
-    assert episode.status == "failed"
-    assert why in episode.reward.why
-
-
-def columns(sample) -> dict[str, np.ndarray]:
-    return {name: column for name, column in vars(sample).items() if column is not None}
-
-
-class Heard:
-    """The part of a link that the progress watch looks at."""
-
-    heard, waiting = 0, 3
-
-
-def test_nothing_heard_for_too_long_is_an_error_that_says_what_is_outstanding() -> None:
-    beats = []
-
-    async def main() -> None:
-        link = Heard()
-        watch = asyncio.create_task(watch_progress(link, 60.0, lambda: beats.append(asyncio.get_running_loop().time())))
-        for _ in range(10):
-            await asyncio.sleep(50)
-            link.heard += 1
-        await watch
-
-    with pytest.raises(Stalled, match=r"60 s \(deadlines.stall_s\); 3 generations are outstanding"):
-        run(main())
-    assert beats[-1] == pytest.approx(560, abs=0.3)
-    assert max(np.diff(beats)) < 0.2
-
-
-def test_counters_of_an_idle_engine_are_no_progress() -> None:
-    async def main() -> tuple[int, int]:
-        made = await prepare(make_config())
-        link = made.loop.link
-        link.deliver(1, EngineLoad(2, 1, 1.0, 1, 1.0))
-        await asyncio.sleep(1)
-        before = link.heard
-        made.loop.versions.publish(0)
-        link.deliver(1, Pulled(2, 0, 1, 0.1, 0.1, 1))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        after = link.heard
-        await made.cluster.close()
-        return before, after
-
-    assert run(main()) == (0, 1)
 
 
 def test_a_rollout_that_failed_is_tried_again_with_another_seed() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.config.tree import Config, DeploymentConfig, InferenceConfig
+from spmd_rl.config.tree import Config, DeploymentConfig, InferenceConfig, ParallelConfig, TrainerConfig
 from spmd_rl.world.mesh import GroupSpec, Mesh, MeshError
 
 
@@ -121,6 +121,18 @@ def test_supervised_training_is_all_trainers(world_size):
     assert [mesh.role(rank) for rank in range(world_size)] == ["trainer"] * world_size
     assert [group.name for group in mesh.groups()] == ["trainer", "ckpt"]
     assert "orchestrator" not in mesh.describe() and f"{world_size} rank" in mesh.describe()
+    assert not mesh.spare  # rank 0 has an accelerator of its own, and rank 1 the next one
+
+
+def test_a_bench_is_all_trainers():
+    """As many as the config's trainer has; or all that were started, whatever the config of the run says."""
+    trainer = TrainerConfig(parallel=ParallelConfig(cp=2))
+    config = Config(deployment=DeploymentConfig(train_ranks=4, infer_ranks=8), trainer=trainer)
+    assert Mesh.of("rl --bench", config, 0) == Mesh.all_train(4, config)
+    assert (
+        Mesh.of("rl --bench", config, 6).trainers == tuple(range(6)) and Mesh.of("rl --bench", config, 6).dims.cp == 2
+    )
+    assert Mesh.of("sft --bench", config, 0) == Mesh.of("sft", config, 0) == Mesh.all_train(2, config)
 
 
 @given(st.integers(0, 6), st.integers(0, 9), st.integers(1, 4), st.integers(1, 20))
@@ -257,4 +269,4 @@ def test_the_smallest_world_fits(colocated, orchestrator, train, infer):
         infer = train
     config = Config(deployment=DeploymentConfig(train_ranks=train, infer_ranks=infer, **keys))
     mesh = Mesh.build(config, Mesh.smallest(config))
-    assert mesh.shares == (orchestrator == "shared") and mesh.colocated == colocated
+    assert mesh.shares == (orchestrator == "shared") != mesh.spare and mesh.colocated == colocated

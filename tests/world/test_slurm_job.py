@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.config import Config, config_for, load
+from spmd_rl.config import Config, command_of, config_for, load
 from spmd_rl.config.slurm import SlurmConfig
 from spmd_rl.config.tree import ModelConfig
 from spmd_rl.world import slurm
@@ -130,18 +130,19 @@ def test_a_template_of_ones_own_knows_the_run(tmp_path: Path) -> None:
     assert text == "#!/bin/sh\nrl '/runs/a b/job/config.toml' 3 long\n"
 
 
-@pytest.mark.parametrize("command", ["rl", "eval", "serve"])
+@pytest.mark.parametrize("command", ["rl", "rl --bench", "eval", "serve"])
 def test_the_job_writes_where_its_files_are(tmp_path: Path, commands: Path, command: str) -> None:
-    """`eval` and `serve` take another folder than the config's, unless they are told."""
+    """`eval`, `serve` and a bench take another folder than the config's, unless they are told."""
     stand_in(commands, "srun", f"printf '%s\\n' \"$@\" >{tmp_path}/srun")
-    config = replace(load([]), output_dir=str(tmp_path / "run"), model=ModelConfig("m"), slurm=JOB)
+    folder = tmp_path / ("run-bench" if "--bench" in command else "run")
+    config = replace(load([]), output_dir=str(folder), model=ModelConfig("m"), slurm=JOB)
     submit(command, config, (3, 3), dry_run=True)
-    done = subprocess.run(["bash", tmp_path / "run/job/job.sbatch"], env=os.environ | {"SLURM_JOB_ID": "7"})
+    done = subprocess.run(["bash", folder / "job/job.sbatch"], env=os.environ | {"SLURM_JOB_ID": "7"})
     words = (tmp_path / "srun").read_text().splitlines()
-    at = words.index(command)
-    assert done.returncode == 0
-    inside = config_for(command, words[at + 1 :])
-    assert inside.output_dir == str(tmp_path / "run") and inside.slurm.nodes == 0
+    words = words[words.index(command.split()[0]) :]
+    assert done.returncode == 0 and command_of(words) == command
+    inside = config_for(command, words[1:])
+    assert inside.output_dir == str(folder) and inside.slurm.nodes == 0
 
 
 # --- submitting ----------------------------------------------------------------------------------------------------

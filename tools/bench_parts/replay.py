@@ -83,7 +83,7 @@ def measure(architecture: str, folder: str) -> dict[str, float]:
         engine.add(Generate(id, prompt, NEW, 1.0, 1000 + id, [], routes_from=0 if moe else -1))
     while engine.busy:
         answers |= {event.id: event for event in engine.step() if isinstance(event, Generated)}
-    model = build_and_load(f"{folder}/model", ModelOptions("custom", dtype=torch.bfloat16))
+    model = build_and_load(f"{folder}/model", ModelOptions("custom", dtype=torch.bfloat16)).requires_grad_(False)
 
     def k3(of: dict[int, np.ndarray] | None) -> float:
         """Mean over all sampled tokens, with routed experts by request."""

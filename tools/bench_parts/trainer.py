@@ -27,6 +27,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from spmd_rl.trainer.bench_report import phases_text
+from spmd_rl.trainer.peak import mfu
 from tools.bench_parts.ranks import finish, run_ranks
 from tools.bench_parts.trainer_steps import HEAD, LENGTHS, SEQ_LEN, SHAPE
 
@@ -56,7 +58,7 @@ def main(json_path: str | None = None, rounds: int = 3, steps: int = 4) -> Figur
     report = {"shape": SHAPE | {"seq_len": SEQ_LEN}, "threads": 1, "peak_flops": peaks, "contenders": lines}
     report |= {"layouts": layouts, "lm_head": HEAD | {"peak_mib": heads}, "target": TARGET}
     for layout in layouts:
-        layout["mfu"] = layout["flops_per_s"] / (2 * peaks["float32"])
+        layout["mfu"] = mfu(layout["flops_per_s"], 1.0, 2, peaks["float32"])
     _print(report)
     return finish(report, json_path)
 
@@ -82,7 +84,8 @@ def _compare(
             for ours, this in zip(runs["ours"], results, strict=True)
         ]
         line = {"dtype": dtype, "lengths": lengths, "contender": name, **middle, "phases": phases, "runs": results}
-        lines.append(line | {"mfu": middle["flops_per_cpu_s"] / peak, "ours_over_this": statistics.median(ratios)})
+        used = mfu(middle["flops_per_cpu_s"], 1.0, 1, peak)
+        lines.append(line | {"mfu": used, "ours_over_this": statistics.median(ratios)})
     return lines
 
 
@@ -97,7 +100,7 @@ def _print(report: Figures) -> None:
         numbers = (f"{line['tokens_per_s']:.0f}", f"{line['tokens_per_cpu_s']:.0f}", f"{line['ours_over_this']:.2f}")
         table.add_row(
             *(line["dtype"], line["lengths"], line["contender"]),
-            *(*numbers, f"{line['mfu']:.0%}", f"{line['peak_mib']:.0f}", _phases(line["phases"])),
+            *(*numbers, f"{line['mfu']:.0%}", f"{line['peak_mib']:.0f}", phases_text(line["phases"])),
         )
     console.print(table)
     table = Table(title="two processes, float32, variable lengths; idle: waiting for the heaviest row of a micro-step")
@@ -107,7 +110,7 @@ def _print(report: Figures) -> None:
         table.add_row(
             *(line["layout"], f"{line['tokens_per_s']:.0f}", f"{line['tokens_per_s'] / 2:.0f}", f"{line['mfu']:.0%}"),
             *(f"{line['peak_mib']:.0f}", f"{line['idle']:.1%}", f"{line['idle_by_cost']:.1%}"),
-            *(f"{line['cp_bytes'] / 2**20:.1f} MiB", _phases(line["phases"])),
+            *(f"{line['cp_bytes'] / 2**20:.1f} MiB", phases_text(line["phases"])),
         )
     console.print(table)
     peaks = report["lm_head"]["peak_mib"]
@@ -121,10 +124,6 @@ def _print(report: Figures) -> None:
 
 def _installed(contender: str) -> bool:
     return not contender.startswith("titan") or find_spec("torchtitan") is not None
-
-
-def _phases(phases: dict[str, float]) -> str:
-    return " ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
 
 
 def _child(job: str, **arguments: object) -> Figures:

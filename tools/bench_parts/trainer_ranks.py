@@ -21,11 +21,13 @@ import torch.distributed as dist
 from spmd_rl.config.tree import Config, ModelConfig, ParallelConfig, TrainerConfig
 from spmd_rl.models.context import bytes_per_layer
 from spmd_rl.rollouts.cost import TrainingCost
-from spmd_rl.rollouts.packing import lay_out
+from spmd_rl.rollouts.packing import describe, lay_out
+from spmd_rl.trainer.bench_report import phases_of
 from spmd_rl.trainer.learner import Learner
 from spmd_rl.trainer.parallel import TrainerMeshes
+from spmd_rl.world.host_memory import peak_resident
 from spmd_rl.world.trainer_mesh import TrainerDims
-from tools.bench_parts.trainer_steps import SEQ_LEN, SHAPE, make_row, memory_mib, phases_of
+from tools.bench_parts.trainer_steps import SEQ_LEN, SHAPE, make_row
 
 LAYOUTS = {
     "fsdp 2": (TrainerDims(dp_shard=2), "ulysses"),
@@ -36,19 +38,13 @@ LAYOUTS = {
 SEQUENCES = 12
 
 
-def idle_share(layout: list[list[list[int]]], flops_N: np.ndarray) -> float:
-    """Operations that ranks wait for, of all that could have been done meanwhile."""
-    loads_RM = np.array([[flops_N[row].sum() for row in rows] for rows in layout])
-    return float(1 - loads_RM.mean(0).sum() / loads_RM.max(0).sum())
-
-
 def measure(folder: str, name: str, steps: int) -> dict[str, Any]:
     """One layout; figures of this rank, speed of both."""
     dims, style = LAYOUTS[name]
     rank = dist.get_rank()
     lengths = np.random.default_rng(0).integers(32, SEQ_LEN + 1, SEQUENCES)
     cost = TrainingCost.of(json.loads(Path(folder, "config.json").read_text()))
-    layout = lay_out(lengths, dims.data_ranks, SEQ_LEN)
+    layout, by_cost = (lay_out(lengths, dims.data_ranks, SEQ_LEN, by) for by in (None, cost.flops))
     rows = [make_row(lengths[row].tolist(), seed=row[0]) for row in layout[dims.data_rank(rank)] if row]
     parallel = ParallelConfig(cp_style=style)  # type: ignore[arg-type]
     config = Config(model=ModelConfig(folder), trainer=TrainerConfig(parallel=parallel))
@@ -71,9 +67,9 @@ def measure(folder: str, name: str, steps: int) -> dict[str, Any]:
         "tokens_per_s": float(lengths.sum()) / step_s,
         "flops_per_s": float(cost.flops(lengths).sum()) / step_s,
         "phases": {key: statistics.median(one[key] for one in phases) for key in phases[0]},
-        "peak_mib": memory_mib("VmHWM"),
-        "idle": idle_share(layout, cost.flops(lengths)),
-        "idle_by_cost": idle_share(lay_out(lengths, dims.data_ranks, SEQ_LEN, cost.flops), cost.flops(lengths)),
+        "peak_mib": peak_resident() / 2**20,
+        "idle": describe(layout, lengths, SEQ_LEN, cost.flops).idle,
+        "idle_by_cost": describe(by_cost, lengths, SEQ_LEN, cost.flops).idle,
         "cp_bytes": sent,
     }
 

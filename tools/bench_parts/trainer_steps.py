@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from spmd_rl.world.host_memory import peak_resident, resident
+
 SEQ_LEN, VOCAB = 1024, 4096
 SHAPE = {"vocab_size": VOCAB, "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 64, "ff": 768}
 LENGTHS = {"fixed": [SEQ_LEN], "variable": [300, 17, 211, 64, 5, 160, 33, 98, 120, 16]}
@@ -30,15 +32,10 @@ def peak_flops(dtype: str) -> dict:
     """Operations per CPU second of the best of some large matrix products."""
     import torch
 
+    from spmd_rl.trainer.peak import matrix_product_flops
+
     torch.set_num_threads(1)
-    size = 1536
-    a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
-    best = 0.0
-    for _ in range(8):
-        cpu = time.process_time()
-        a @ b
-        best = max(best, 2 * size**3 / (time.process_time() - cpu))
-    return {"flops": best}
+    return {"flops": matrix_product_flops(getattr(torch, dtype))}
 
 
 def train(folder: str, dtype: str, lengths: str, name: str, steps: int) -> dict:
@@ -51,7 +48,7 @@ def train(folder: str, dtype: str, lengths: str, name: str, steps: int) -> dict:
     from spmd_rl.rollouts.cost import TrainingCost
 
     torch.set_num_threads(1)
-    baseline = memory_mib("VmRSS")
+    baseline = resident()
     transformers.utils.logging.disable_progress_bar()
     make = {"ours": _ours, "titan": _titan}.get(name.split()[0], _hf)
     step = make(folder, dtype, LENGTHS[lengths], name)
@@ -65,7 +62,7 @@ def train(folder: str, dtype: str, lengths: str, name: str, steps: int) -> dict:
         "tokens_per_s": SEQ_LEN / statistics.median(wall_s),
         "flops_per_cpu_s": flops / statistics.median(cpu_s),
         "phases": {key: statistics.median(one[key] for one in phases) for key in phases[0]},
-        "peak_mib": memory_mib("VmHWM") - baseline,
+        "peak_mib": (peak_resident() - baseline) / 2**20,
         "first_loss": first_loss,
     }
 
@@ -101,11 +98,6 @@ def make_row(lengths: list[int], seed: int = 0) -> Any:
     )
 
 
-def phases_of(metrics: dict[str, float]) -> Phases:
-    """A learner's seconds, by phase."""
-    return {name[5:-2]: seconds for name, seconds in metrics.items() if name.startswith("time/")}
-
-
 def _ours(folder: str, dtype: str, lengths: list[int], name: str) -> Step:
     """Steps of the learner on one row."""
     import torch
@@ -113,6 +105,7 @@ def _ours(folder: str, dtype: str, lengths: list[int], name: str) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
 
     from spmd_rl.config.tree import Config, ModelConfig, TrainerConfig, TrainerModelConfig
+    from spmd_rl.trainer.bench_report import phases_of
     from spmd_rl.trainer.learner import Learner
     from spmd_rl.trainer.parallel import TrainerMeshes
 
@@ -204,19 +197,13 @@ def lm_head(kind: str) -> dict:
     hidden_TD = torch.randn(HEAD["T"], HEAD["D"], requires_grad=True)
     weight_VD = torch.randn(HEAD["V"], HEAD["D"], requires_grad=True)
     targets_T = torch.randint(HEAD["V"], (HEAD["T"],))
-    baseline = memory_mib("VmRSS")
+    baseline = resident()
     if kind == "chunked":
         loss = -token_logprobs(hidden_TD, weight_VD, targets_T, torch.ones(HEAD["T"]), HEAD["chunk"])[0].mean()
     else:
         loss = torch.nn.functional.cross_entropy(hidden_TD @ weight_VD.T, targets_T)
     loss.backward()
-    return {"peak_mib": memory_mib("VmHWM") - baseline}
-
-
-def memory_mib(field: str) -> float:
-    """VmRSS is resident now, VmHWM its peak. (getrusage's peak starts from the parent's, which forked this process.)"""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in status if line.startswith(field)) / 1024
+    return {"peak_mib": (peak_resident() - baseline) / 2**20}
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ ORCHESTRATOR = under(
         never("strict_async_level", bool, "0.5", "orchestrator.order = fifo is nearest", (False,)),
         ruled("oversampling_factor", (int, float, None), "orchestrator.max_lag", "0.5"),
         never("optim.lr", (int, float), "0.5: of runs that share a trainer", "trainer.optim.lr"),
-        needless("bench", bool, "0.5: tools/bench.py measures"),
+        needless("bench", bool, "0.5: --bench is a flag"),
         needless("log.env_worker_logs", bool, "0.4: logs/rank_00000.log"),
         needless("trajectory_strategy", str, "0.4: a history that was rewritten becomes several samples"),
         ruled("seed", (int, None), "seed", "0.5"),

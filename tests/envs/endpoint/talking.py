@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from spmd_rl.envs.endpoint.endpoint import Access, Endpoint
 from spmd_rl.envs.endpoint.session import Session
+from tests.envs.fakes import ScriptedPolicy, byte_tokenizer
 
 ADD = {"type": "function", "function": {"name": "add", "description": "a + b", "parameters": {"type": "object"}}}
 
@@ -83,3 +84,7 @@ def user(text: str) -> dict[str, str]:
 def said(*texts: str) -> dict[str, Any]:
     """A request of users' messages."""
     return {"messages": [user(text) for text in texts]}
+
+
+def session_of(lines: Any, **options: Any) -> Session:
+    return Session(byte_tokenizer(), ScriptedPolicy(byte_tokenizer(), lines, **options))
