@@ -24,11 +24,13 @@ from spmd_rl.rollouts.cost import TrainingCost
 from spmd_rl.rollouts.packing import Packed, pack
 from spmd_rl.rollouts.types import Row, TrainSample
 from spmd_rl.trainer.bench_report import Kind, Step, phases_of, report
+from spmd_rl.trainer.gather import Gather
 from spmd_rl.trainer.learner import DTYPES, Learner
 from spmd_rl.trainer.peak import peak_flops
 from spmd_rl.trainer.role import build_learner
 from spmd_rl.trainer.stopping import EarlyStop
 from spmd_rl.world import host_memory
+from spmd_rl.world.buckets import Plan
 from spmd_rl.world.world import World
 
 MIB = 2**20
@@ -113,10 +115,15 @@ def _memory(device: torch.device) -> tuple[float, float]:
 
 
 def _hand_out(world: World, learner: Learner) -> float:
-    """Seconds to gather every weight once, as for a new policy version or an export."""
+    """Seconds to gather every weight once, each on the rank that would send it to engines."""
+    shards, bucket_bytes = learner.shards, int(world.config.weights.bucket_mb * MIB)
+    plan = Plan.build(shards.table(), bucket_bytes, shards.ranks)
+    gather = Gather(shards, plan)
+    mine = [(bucket, bucket.allocate(world.device)) for bucket in plan.buckets if bucket.sender == shards.rank]
+    views = {piece.name: piece.view(buffer) for bucket, buffer in mine for piece in bucket.pieces}
     with world.watchdog.stage("gather the weights", world.config.deadlines.step_s):
         started = time.perf_counter()
-        for _ in learner.full_tensors():
+        for _ in gather.write(views):
             pass
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)
