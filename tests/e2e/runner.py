@@ -114,6 +114,7 @@ class Launch:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._process.kill()  # it does not carry its mark yet when it has only just begun
         self._process.wait()
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> Run:
@@ -125,6 +126,11 @@ class Launch:
         assert not self.processes(), f"still there: {self.processes()}; the screen shows:\n{self.output[-4000:]}"
         assert not (left := self._left_behind()), f"shared memory left behind: {left}"
         return Run(returncode, self.output, self.folder, self._records())
+
+    @property
+    def ended(self) -> bool:
+        """Whether whoever was started has ended."""
+        return self._process.poll() is not None
 
     @property
     def output(self) -> str:

@@ -34,7 +34,7 @@ def test_completions_are_gone_on_with(model: str, tmp_path: Path) -> None:
     written = tmp_path / "run/generations.jsonl"
     with Launch(tmp_path / "run", args, 2, command="generate", torchrun=False) as launch:
         while not written.exists() or written.read_bytes().count(b"\n") < 20:
-            assert launch.processes(), launch.output[-4000:]
+            assert not launch.ended, launch.output[-4000:]
             time.sleep(0.1)
         launch.terminate()
         done = launch.wait()

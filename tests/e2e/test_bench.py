@@ -110,7 +110,7 @@ def wait_for_a_step(folder: Path, launch: Launch) -> None:
     """Until the timeline of the first rank shows one."""
     spans, deadline = folder / "timeline/rank_00000.jsonl", time.monotonic() + TIMEOUT_S
     while not (spans.exists() and '"optim"' in spans.read_text()):
-        assert launch.processes() and time.monotonic() < deadline, launch.output
+        assert not launch.ended and time.monotonic() < deadline, launch.output
         time.sleep(0.1)
 
 

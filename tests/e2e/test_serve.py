@@ -59,7 +59,7 @@ def serving(launch: Launch) -> tuple[str, str]:
     """(URL, key), as soon as they are shown."""
     deadline = time.monotonic() + 240
     while not (shown := SERVING.search(launch.output)):
-        assert launch.processes() and time.monotonic() < deadline, launch.output[-4000:]
+        assert not launch.ended and time.monotonic() < deadline, launch.output[-4000:]
         time.sleep(0.1)
     return shown[1], shown[2]
 
