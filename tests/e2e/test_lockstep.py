@@ -30,8 +30,8 @@ LOCKSTEP = [
 ]
 
 
-def finished(folder: Path, *args: str) -> Run:
-    done = run(folder, [*LOCKSTEP, *args])
+def finished(folder: Path, *args: str, ranks: int = 3) -> Run:
+    done = run(folder, [*LOCKSTEP, *args], nproc=ranks)
     assert done.returncode == 0, done.output[-4000:]
     return done
 
