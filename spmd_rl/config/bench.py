@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from spmd_rl.config.tree import Config
 
-AT_LEAST = {"steps": 1, "warmup": 0, "median_length": 0, "rows": 0, "peak_tflops": 0}
-
 
 @dataclass(frozen=True)
 class BenchConfig:
@@ -32,9 +30,6 @@ class BenchConfig:
 def check_bench(c: Config) -> Iterator[str]:
     """What can't be measured."""
     b = c.bench
-    for name, low in AT_LEAST.items():
-        if not getattr(b, name) >= low:
-            yield f"bench.{name} = {getattr(b, name)}: must be {low} or more"
     if b.median_length > c.seq_len:
         yield f"bench.median_length = {b.median_length} is above seq_len = {c.seq_len}, the longest row: lower it"
     if b.json and Path(b.json).is_dir():

@@ -85,7 +85,7 @@ def _places(model: nn.Module, wires: Sequence[Wire]) -> dict[str, _Place]:
 
 def _read(stored: Any, place: _Place, folder: str, other: str | None) -> None:
     """The part of a stored tensor that this process holds; with `other`, which was there before, only compared."""
-    found = read_box(stored, place.piece, _local(place.parameter), held_box(place.parameter))
+    found = read_box(stored, place.piece, held_part(place.parameter), held_box(place.parameter))
     if found is None:
         return
     target, value = found
@@ -117,7 +117,8 @@ def held_box(parameter: torch.Tensor) -> Box:
     return tuple((o, o + length) for o, length in zip(offset, shape, strict=True))
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
+def held_part(parameter: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

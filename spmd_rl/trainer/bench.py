@@ -30,7 +30,7 @@ from spmd_rl.trainer.peak import peak_flops
 from spmd_rl.trainer.role import build_learner
 from spmd_rl.trainer.stopping import EarlyStop
 from spmd_rl.world import host_memory
-from spmd_rl.world.buckets import Plan
+from spmd_rl.world.buckets import Plan, views
 from spmd_rl.world.world import World
 
 MIB = 2**20
@@ -119,11 +119,11 @@ def _hand_out(world: World, learner: Learner) -> float:
     shards, bucket_bytes = learner.shards, int(world.config.weights.bucket_mb * MIB)
     plan = Plan.build(shards.table(), bucket_bytes, shards.ranks)
     gather = Gather(shards, plan)
-    mine = [(bucket, bucket.allocate(world.device)) for bucket in plan.buckets if bucket.sender == shards.rank]
-    views = {piece.name: piece.view(buffer) for bucket, buffer in mine for piece in bucket.pieces}
+    mine = {bucket.index: bucket.allocate(world.device) for bucket in plan.buckets if bucket.sender == shards.rank}
+    wanted = views(plan.buckets, mine)
     with world.watchdog.stage("gather the weights", world.config.deadlines.step_s):
         started = time.perf_counter()
-        for _ in gather.write(views):
+        for _ in gather.write(wanted):
             pass
         if world.device.type == "cuda":
             torch.cuda.synchronize(world.device)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.trainer.shards import Part, Shards
-from spmd_rl.world.buckets import Bucket, Plan
+from spmd_rl.world.buckets import Bucket, Plan, views
 
 BUCKET_BYTES = 64 * 2**20  # where no weight sync says otherwise
 
@@ -39,7 +39,7 @@ class Gather:
 
     def __init__(self, shards: Shards, plan: Plan) -> None:
         """No communication. WeightsError when the ranks do not hold all of a tensor."""
-        self._shards = shards
+        self.shards = shards
         by_sender: dict[int, list[Bucket]] = {}
         for bucket in plan.buckets:
             by_sender.setdefault(bucket.sender, []).append(bucket)
@@ -48,16 +48,21 @@ class Gather:
             for nth in zip_longest(*by_sender.values())
         ]
 
-    @torch.no_grad()
-    def write(self, views: Mapping[str, Tensor]) -> Iterator[str]:
-        """Fills the tensors that this rank sends; yields each name when it is complete. Collective."""
-        for round_ in self.rounds:
-            yield from self.one(round_, views)
+    @classmethod
+    def to(cls, shards: Shards, senders: int) -> Gather:
+        """All tensors, to the first ranks in turns, where there is no plan of weight sync."""
+        return cls(shards, Plan.build(shards.table(), BUCKET_BYTES, senders))
 
     @torch.no_grad()
-    def one(self, round_: Round, views: Mapping[str, Tensor]) -> list[str]:
+    def write(self, wanted: Mapping[str, Tensor]) -> Iterator[str]:
+        """Fills the tensors that this rank sends; yields each name when it is complete. Collective."""
+        for round_ in self.rounds:
+            yield from self.one(round_, wanted)
+
+    @torch.no_grad()
+    def one(self, round_: Round, wanted: Mapping[str, Tensor]) -> list[str]:
         """One round: fills those tensors of it that this rank sends; their names. Collective."""
-        shards = self._shards
+        shards = self.shards
         leaving, given = self._in_order(round_.leaving)
         arriving, got = self._in_order(round_.arriving)
         out, into = (torch.empty(sum(n), dtype=shards.dtype, device=shards.device) for n in (given, got))
@@ -65,28 +70,28 @@ class Gather:
             local = shards.local(part.parameter)[part.held]
             flat.view(local.shape).copy_(local)  # cast before it travels: half the bytes
         for part in round_.own:
-            view = views[part.name][part.place]
+            view = wanted[part.name][part.place]
             view.copy_(shards.local(part.parameter)[part.held].view(view.shape))
         if shards.group is not None:
             size = shards.dtype.itemsize  # as bytes, which every back end takes
             splits = ([n * size for n in got], [n * size for n in given])
             dist.all_to_all_single(into.view(torch.uint8), out.view(torch.uint8), *splits, group=shards.group)
         for part, flat in zip(arriving, into.split([part.numel for part in arriving]), strict=True):
-            view = views[part.name][part.place]
+            view = wanted[part.name][part.place]
             view.copy_(flat.view(view.shape))
         return [piece.name for b in round_.buckets if b.sender == shards.rank for piece in b.pieces]
 
     def _in_order(self, by_rank: Mapping[int, list[Part]]) -> tuple[list[Part], list[int]]:
         """All parts by rank, and how many elements are each rank's."""
-        lists = [by_rank.get(rank, []) for rank in range(self._shards.ranks)]
+        lists = [by_rank.get(rank, []) for rank in range(self.shards.ranks)]
         return [part for parts in lists for part in parts], [sum(part.numel for part in parts) for parts in lists]
 
     def _round(self, buckets: tuple[Bucket, ...]) -> Round:
-        round_, me = Round(buckets), self._shards.rank
+        round_, me = Round(buckets), self.shards.rank
         for bucket in buckets:
-            sender, holders = bucket.sender, self._shards.copy_of(bucket.sender)
+            sender, holders = bucket.sender, self.shards.copy_of(bucket.sender)
             for name in (piece.name for piece in bucket.pieces if me in holders):
-                parts = self._shards.parts(name, holders, sender, only=None if sender == me else me)
+                parts = self.shards.parts(name, holders, sender, only=None if sender == me else me)
                 for holder, part in parts.items():
                     if holder == sender == me:
                         round_.own.append(part)
@@ -98,21 +103,23 @@ class Gather:
 
 
 @torch.no_grad()
-def everywhere(shards: Shards) -> Iterator[tuple[str, Tensor]]:
+def everywhere(gather: Gather) -> Iterator[tuple[str, Tensor]]:
     """(name, whole tensor) on every rank, a bucket at a time, in the order of the shards' table. Collective.
+
+    gather: to all ranks.
 
     One rank yields its parameters themselves where the dtype is theirs: copy what must outlive their next change, and
     never write to it.
     """
+    shards = gather.shards
     if shards.group is None:
         for i, wire in enumerate(shards.wires):
             whole = shards.local(i).to(wire.dtype(shards.dtype))
             yield from ((piece.name, piece.of(whole)) for piece in wire.pieces)
         return
-    gather = Gather(shards, Plan.build(shards.table(), BUCKET_BYTES, shards.ranks))
     for round_ in gather.rounds:
         buffers = {b.index: b.allocate(shards.device) for b in round_.buckets if b.sender == shards.rank}
-        gather.one(round_, _views(round_, buffers))
+        gather.one(round_, views(round_.buckets, buffers))
         for bucket in round_.buckets:
             buffer = buffers.pop(bucket.index, None)
             buffer = bucket.allocate(shards.device) if buffer is None else buffer
@@ -123,13 +130,9 @@ def everywhere(shards: Shards) -> Iterator[tuple[str, Tensor]]:
 @torch.no_grad()
 def on_the_first(shards: Shards) -> Iterator[tuple[str, Tensor]]:
     """As `everywhere`, but for the first rank alone: the others give their parts and get nothing. Collective."""
-    gather = Gather(shards, Plan.build(shards.table(), BUCKET_BYTES, 1))
+    gather = Gather.to(shards, 1)
     for round_ in gather.rounds:
         buffers = {b.index: b.allocate(shards.device) for b in round_.buckets if b.sender == shards.rank}
-        views = _views(round_, buffers)
-        gather.one(round_, views)
-        yield from views.items()
-
-
-def _views(round_: Round, buffers: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    return {p.name: p.view(buffers[b.index]) for b in round_.buckets if b.index in buffers for p in b.pieces}
+        wanted = views(round_.buckets, buffers)
+        gather.one(round_, wanted)
+        yield from wanted.items()

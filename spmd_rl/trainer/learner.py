@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import add
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from spmd_rl.models.packed import Documents
 from spmd_rl.rollouts.types import Row
 from spmd_rl.trainer.checkpoint import Parts
 from spmd_rl.trainer.critic import Critic
-from spmd_rl.trainer.gather import everywhere, on_the_first
+from spmd_rl.trainer.gather import Gather, everywhere, on_the_first
 from spmd_rl.trainer.inputs import LossInputs
 from spmd_rl.trainer.loss import Loss
 from spmd_rl.trainer.optim import clip_gradients, gradient_norm, make_optimizer
@@ -224,9 +224,14 @@ class Learner:
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor in wire dtype) on every rank, in the order of `shards.table`. Collective."""
-        for name, whole in everywhere(self.shards):
+        for name, whole in everywhere(self._to_all):
             self.beat(f"gather {name}")
             yield name, whole
+
+    @cached_property
+    def _to_all(self) -> Gather:
+        """Worked out once: ranks that infer too hand out every version this way."""
+        return Gather.to(self.shards, self.shards.ranks)
 
     def export(self, folder: str | Path) -> None:
         """Writes the weights as a Hugging Face folder, in wire dtype. Collective; only trainer rank 0 writes.

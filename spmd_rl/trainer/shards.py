@@ -15,10 +15,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from spmd_rl.models.conversion import Wire
-from spmd_rl.models.load import held_box
+from spmd_rl.models.load import held_box, held_part
 from spmd_rl.world.buckets import WeightsError
 
 Slices = tuple[slice, ...]
@@ -71,8 +70,7 @@ class Shards:
 
     def local(self, parameter: int) -> Tensor:
         """This rank's shard, as it is now."""
-        tensor = self.wires[parameter].parameter.detach()
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return held_part(self.wires[parameter].parameter.detach())
 
     def copy_of(self, rank: int) -> range:
         """The ranks that hold the model together with this one."""

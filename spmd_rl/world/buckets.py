@@ -10,7 +10,7 @@ It refuses to know about groups, threads and engines.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -151,6 +151,11 @@ class Plan:
     def digest(self) -> str:
         """Equal exactly when two plans are."""
         return hashlib.sha256(self.encode()).hexdigest()[:16]
+
+
+def views(buckets: Iterable[Bucket], buffers: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of those buckets that have a buffer, by name; buffers are by the bucket's index."""
+    return {p.name: p.view(buffers[b.index]) for b in buckets if b.index in buffers for p in b.pieces}
 
 
 def expert_taker(expert: int, experts: int, ranks: int) -> int:

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from spmd_rl.world.buckets import EVERYONE, TRAILER_BYTES, Bucket, Plan, WeightsError
+from spmd_rl.world.buckets import EVERYONE, TRAILER_BYTES, Bucket, Plan, WeightsError, views
 
 Span = Callable[[str], AbstractContextManager[None]]
 # Fills tensors in place, given by name, and says each name as soon as it is complete.
@@ -67,7 +67,7 @@ class Sender:
         self._groups = {EVERYONE: group, **dict(enumerate(experts))}
         self._mine = [bucket for bucket in plan.buckets if bucket.sender == index]
         self._buffers = {bucket.index: bucket.allocate(device) for bucket in self._mine}
-        self._views = {p.name: p.view(self._buffers[b.index]) for b in self._mine for p in b.pieces}
+        self._views = views(self._mine, self._buffers)
         self._queue: queue.SimpleQueue[tuple[Bucket | None, int] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
